@@ -1,0 +1,38 @@
+"""Starting a kernel: on the device of its tensors, or in Triton's CPU interpreter, or not at all with a clear sentence."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+__all__ = ["interpreted", "launch", "raw"]
+
+
+def interpreted(kernel: Any) -> bool:
+    """Whether a kernel was defined under ``TRITON_INTERPRET=1``."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **meta: Any) -> None:
+    """Start ``kernel`` over ``grid`` on the device of the tensor ``on``, whichever device is current.
+
+    Raises ``RuntimeError`` for a tensor that no compiled kernel can read, and says what to set.
+    """
+    device = on.device
+    if device.type not in ("cuda", "xpu") and not interpreted(kernel):
+        name = getattr(kernel, "__name__", "the kernel")
+        raise RuntimeError(
+            f"{name} got tensors on {device}: a compiled Triton kernel needs a GPU. To run it on a CPU, set "
+            "TRITON_INTERPRET=1 in the environment before layoutcheck.kernels is imported"
+        )
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        kernel[grid](*args, **meta)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of an E8M0 tensor, which Triton has no type for."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e8m0fnu else tensor

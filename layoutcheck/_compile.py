@@ -1,0 +1,456 @@
+"""A contract as one Python function with the callable's own signature: straight-line comparisons, nothing allocated.
+
+The function answers only whether every rule is kept. Where one is not, or where an argument is not even a tensor and an
+attribute is missing, ``Contract.broken`` recomputes everything slowly and says what is wrong. Dims are local variables
+``_d_name``; what cannot be traced by ``torch.compile`` stands behind ``is_compiling()``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from layoutcheck import _mode
+from layoutcheck._contract import Contract, Step
+from layoutcheck._dims import Const, Expr, Name, Op, divisions, names, source
+from layoutcheck._dtypes import Element
+from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._specs import Form, ScalarSpec, TensorSpec
+
+INT32_MAX = 2**31 - 1
+_counter = itertools.count()
+# What a comparison on something that is no tensor, or has the wrong rank, may raise. The slow path then names it.
+CAUGHT = (AttributeError, TypeError, ValueError, ZeroDivisionError, IndexError)
+
+
+class _Writer:
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+        self.globals: dict[str, Any] = {
+            "_live": _mode.state,
+            "_compiling": torch.compiler.is_compiling,
+            "_broken": contract.broken,
+            "_values": contract.check_values,
+            "_caught": CAUGHT,
+            "_overlap": overlap,
+        }
+        self.lines: list[str] = []
+
+    def constant(self, value: Any) -> str:
+        """A global that holds a value, one per value."""
+        for name, known in self.globals.items():
+            if known is value:
+                return name
+        name = f"_c{len(self.globals)}"
+        self.globals[name] = value
+        return name
+
+    def local(self, name: str) -> str:
+        """The variable that holds a dim or a scalar argument."""
+        if name in self.contract.signature.parameters and name not in self.contract.tensors:
+            return name
+        return "_d_" + "".join(c if c.isalnum() else "_" for c in name)
+
+    def size(self, expr: Expr) -> str:
+        return source(expr, self.local)
+
+    def test(self, expr: Expr) -> str:
+        """A condition as source."""
+        match expr:
+            case Const(Element() as element):
+                return self.constant(element.torch)
+            case Op("given", (Name(n),)):
+                return f"{n} is not None"
+            case Op("dtype", (Name(n),)):
+                spec = self.contract.tensors.get(n)
+                return f"(None if {n} is None else {n}.dtype)" if spec is None or spec.optional else f"{n}.dtype"
+            case Op("numel", (Name(n),)):
+                return f"{n}.numel()"
+            case Op("pow2", (a,)):
+                text = self.test(a)
+                return f"({text} > 0 and {text} & ({text} - 1) == 0)"
+            case Op("and" | "or" as op, parts):
+                return "(" + f" {op} ".join(self.test(p) for p in parts) + ")"
+            case Op("not", (a,)):
+                return f"(not {self.test(a)})"
+            case Op("tuple", parts):
+                return "(" + ", ".join(self.test(p) for p in parts) + ",)"
+            case Op("==" | "!=" | "<" | "<=" | ">" | ">=" | "in" | "not in" as op, (a, b)):
+                word = {"==": "is", "!=": "is not"}.get(op, op) if b == Const(None) else op
+                exact = [d for side in (a, b) for d in divisions(side)]
+                compare = f"{self.test(a)} {word} {self.test(b)}"
+                return "(" + " and ".join([*(self.exact(d) for d in exact), compare]) + ")"
+        return self.size(expr)
+
+    def exact(self, division: Op) -> str:
+        a, b = (self.size(e) for e in division.args)
+        return f"({a}) % ({b}) == 0"
+
+    # --- one tensor --------------------------------------------------------------------------------------------------
+
+    def bind(self, spec: TensorSpec, form: Form, steps: list[Step]) -> None:
+        """Unpack the dims that this argument binds; the rest is compared in :meth:`form`."""
+        mine = {s.index: s for s in steps if s.argument == spec.name and s.kind in ("shape", "variadic")}
+        if not mine:
+            return
+        if form.variadic:
+            at, name = form.variadic
+            behind = len(form.sizes) - at
+            self.lines.append(f"_s = {spec.name}.shape")
+            if any(s.kind == "variadic" for s in mine.values()):
+                stop = f"len(_s) - {behind}" if behind else "len(_s)"
+                self.lines.append(f"{self.local(name)} = _s[{at}:{stop}]")
+            for index, step in mine.items():
+                if step.kind == "shape":
+                    self.lines.append(f"{self.local(step.name)} = _s[{index}]")
+            return
+        targets = [self.local(mine[i].name) if i in mine else "_" for i in range(len(form.sizes))]
+        self.lines.append(f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {spec.name}.shape")
+
+    def form(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
+        """The comparisons of one form of one tensor."""
+        x = spec.name
+        tests = []
+        if form.dtypes is not None:
+            if len(form.dtypes) == 1:
+                tests.append(f"{x}.dtype is {self.constant(form.dtypes[0])}")
+            else:
+                tests.append(f"{x}.dtype in {self.constant(form.dtypes)}")
+        else:
+            tests.append(f"isinstance({x}, {self.constant(torch.Tensor)})")
+        tests += self.shape(x, form, bound)
+        tests += self.strides(x, form)
+        for index, size in form.align:
+            if index is None:
+                tests.append(f"(_compiling() or {x}.data_ptr() % {_atom(self.size(size))} == 0)")
+            else:
+                tests.append(
+                    f"({x}.shape[{index}] <= 1 or {x}.stride({index}) * {x}.element_size() % {_atom(self.size(size))} == 0)"
+                )
+        if form.int32:
+            reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in range(len(form.sizes)))
+            tests.append(f"({x}.numel() == 0 or {reach or 0} <= {INT32_MAX})")
+        return tests
+
+    def shape(self, x: str, form: Form, bound: set[str]) -> list[str]:
+        sizes = form.sizes
+        exact = [self.exact(d) for s in sizes if s is not None for d in divisions(s)]
+        if form.variadic:
+            at, name = form.variadic
+            behind = len(sizes) - at
+            tests = [f"len({x}.shape) >= {len(sizes)}"] if sizes else []
+            if name != "..." and f"{x}:{name}" not in bound:
+                stop = f"len({x}.shape) - {behind}" if behind else f"len({x}.shape)"
+                tests.append(f"{x}.shape[{at}:{stop}] == {self.local(name)}")
+            for i, size in enumerate(sizes):
+                index = i - len(sizes) if i >= at else i
+                if size is not None and f"{x}:{index}" not in bound:
+                    tests.append(f"{x}.shape[{index}] == {self.size(size)}")
+            return [*exact, *tests]
+        open_ = [i for i, s in enumerate(sizes) if s is None]
+        fresh = [i for i in range(len(sizes)) if f"{x}:{i}" in bound]
+        if not open_ and not fresh:
+            wanted = ", ".join(self.size(s) for s in sizes if s is not None)
+            return [*exact, f"{x}.shape == ({wanted}{',' if len(sizes) == 1 else ''})"]
+        tests = [
+            f"{x}.shape[{i}] == {self.size(s)}" for i, s in enumerate(sizes) if s is not None and f"{x}:{i}" not in bound
+        ]
+        rank = [] if fresh else [f"len({x}.shape) == {len(sizes)}"]  # unpacking the shape has checked the rank
+        return [*rank, *exact, *tests]
+
+    def strides(self, x: str, form: Form) -> list[str]:
+        if form.strides is None or not form.strides:
+            return []
+        checks = []
+        for i, stride in enumerate(form.strides):
+            floor = form.inner[i] if form.inner else None
+            if stride is not None:
+                checks.append(f"({x}.stride({i}) == {_atom(self.size(stride))} or {x}.shape[{i}] <= 1)")
+            elif floor is not None:
+                checks.append(f"({x}.stride({i}) >= {_atom(self.floor(x, form, i))} or {x}.shape[{i}] <= 1)")
+        exact = [self.exact(d) for s in form.strides if s is not None for d in divisions(s)]
+        tests = " and ".join([*exact, *checks])
+        if form.plain:
+            return [f"({x}.is_contiguous() or {tests} or {x}.numel() == 0)"]
+        return [f"(({tests}) or {x}.numel() == 0)"]
+
+    def floor(self, x: str, form: Form, index: int) -> str:
+        """Extent of what lies inside a free axis: its stride must not be smaller, or elements would overlap."""
+        inside = free_inner(form, index)
+        if inside is None:
+            return self.size(form.inner[index])  # type: ignore[arg-type]
+        return f"({x}.stride({inside}) * {x}.shape[{inside}])"
+
+
+def free_inner(form: Form, index: int) -> int | None:
+    """The dimension next inside a free one, where its stride is free as well; None where the declared extent holds."""
+    assert form.layout is not None
+    order = form.layout.order
+    leaves = [g[0] for g in form.layout._view_leaves], [g[-1] for g in form.layout._view_leaves]
+    at = order.index(leaves[1][index]) + 1
+    if at >= len(order):
+        return None
+    inside = next((i for i, first in enumerate(leaves[0]) if first == order[at]), None)
+    if inside is None or form.strides is None or form.strides[inside] is not None:
+        return None
+    return inside
+
+
+def _atom(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() else f"({text})"
+
+
+def overlap(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors share memory, by the range of addresses that each spans."""
+    if a is None or b is None or a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.device.type == "meta":
+        return False
+    spans = []
+    for t in (a, b):
+        reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+        spans.append((t.data_ptr(), t.data_ptr() + reach * t.element_size()))
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
+def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
+    """The guarded callable. Its text is ``contract.source``, and is known to debuggers through ``linecache``."""
+    w = _Writer(contract)
+    _body(w)
+    signature, call, packed = _signature(w, contract)
+    kind, wait = ("async def", "await ") if inspect.iscoroutinefunction(fn) else ("def", "")
+    name = fn.__name__ if getattr(fn, "__name__", "").isidentifier() else "guarded"
+    out = [f"{kind} {name}({signature}):"]
+    out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
+    out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
+    everything = ", ".join(packed + [f"{n!r}: {n}" for n in contract.derive])
+    out += ["    if not _ok:", f"        _broken({{{everything}}})"]
+    if any(s.values for s in contract.tensors.values()) or any(_padded(s) for s in contract.tensors.values()):
+        out += ["    if _live.watch and not _compiling():", f"        _values({{{everything}}})"]
+    w.globals["_fn"] = fn
+    if contract.results:
+        w.globals["_result"] = _result_checker(contract)
+        out += [f"    _r = {wait}_fn({call})", f"    _result(_r, {{{everything}}})", "    return _r"]
+    else:
+        out += [f"    return {wait}_fn({call})"]
+    text = "\n".join(out) + "\n"
+    filename = f"<layoutcheck {contract.name} {next(_counter)}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+    exec(compile(text, filename, "exec"), w.globals)
+    contract.source = text
+    return w.globals[name]
+
+
+def _padded(spec: TensorSpec) -> bool:
+    return any(f.layout is not None and f.layout.rules.pad and f.layout.rules.fill is not None for _, f in spec.forms)
+
+
+def _derived(w: _Writer, contract: Contract) -> list[tuple[str, Any, str]]:
+    arguments = ", ".join(
+        f"{p.name}={p.name}" for p in contract.signature.parameters.values() if p.kind is not p.VAR_KEYWORD
+    )
+    return [(n if n in contract.tensors else w.local(n), f, arguments) for n, f in contract.derive.items()]
+
+
+def _signature(w: _Writer, contract: Contract) -> tuple[str, str, list[str]]:
+    parts, call = [], []
+    previous = None
+    parameters = list(contract.signature.parameters.values())
+    for i, p in enumerate(parameters):
+        if p.kind is p.KEYWORD_ONLY and previous not in (p.KEYWORD_ONLY, p.VAR_POSITIONAL):
+            parts.append("*")
+        text = p.name
+        if p.kind is p.VAR_POSITIONAL:
+            text = f"*{p.name}"
+        elif p.kind is p.VAR_KEYWORD:
+            text = f"**{p.name}"
+        elif p.default is not p.empty:
+            text += f"={w.constant(p.default)}"
+        parts.append(text)
+        if p.kind is p.POSITIONAL_ONLY and (i + 1 == len(parameters) or parameters[i + 1].kind is not p.POSITIONAL_ONLY):
+            parts.append("/")
+        call.append(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else text.partition("=")[0])
+        previous = p.kind
+    packed = [f"{p.name!r}: {p.name}" for p in parameters]
+    return ", ".join(parts), ", ".join(call), packed
+
+
+def _body(w: _Writer) -> None:
+    c = w.contract
+    emitted: set[str] = set()
+    tests: list[str] = []
+    bound = {f"{s.argument}:{s.index}" for s in c.steps if s.kind == "shape"}
+    bound |= {f"{s.argument}:{s.name}" for s in c.steps if s.kind == "variadic"}
+    for step in (s for s in c.steps if not s.optional):
+        if step.kind in ("shape", "variadic") and step.argument not in emitted:
+            spec = c.tensors[step.argument]
+            assert spec.form is not None
+            w.bind(spec, spec.form, c.steps)
+            emitted.add(step.argument)
+        elif step.kind == "derive":
+            assert step.expr is not None
+            if _used(step.name, c):
+                w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
+            tests += [w.exact(d) for d in divisions(step.expr)]
+            if _may_be_negative(step.expr):
+                tests.append(f"{w.size(step.expr)} >= 0")
+        elif step.kind == "default":
+            w.lines.append(f"{w.local(step.name)} = {step.index}")
+    for name, scalar in c.scalars.items():
+        if test := _scalar(w, name, scalar):
+            tests.append(f"({name} is None or {test})" if scalar.optional else test)
+    required = [s for s in c.tensors.values() if not s.optional]
+    for spec in required:
+        if spec.form is not None:
+            tests += w.form(spec, spec.form, bound)
+    tests += [t for check in c.checks if _of_required(c, check.argument) for t in _equation(w, check.equation)]
+    tests += _same_device(w, required)
+    tests += [t for t in (_rule(w, under, rule) for under, rule in c.conditions) if t]
+    w.lines.append("_ok = " + (" and ".join(tests) or "True"))
+    for spec in c.tensors.values():
+        if spec.form is None:
+            _choice(w, spec, bound)
+        elif spec.optional:
+            _optional(w, spec, spec.form, bound)
+
+
+def _of_required(c: Contract, argument: str) -> bool:
+    spec = c.tensors[argument]
+    return not spec.optional and spec.form is not None
+
+
+def _used(name: str, c: Contract) -> bool:
+    """Whether a derived dim is needed by anything but its own equation."""
+    for spec in c.tensors.values():
+        for _, form in spec.forms:
+            exprs = [*form.sizes, *(form.strides or ()), *form.inner, *(e for _, e in form.align)]
+            if any(e is not None and name in names(e) for e in exprs):
+                return True
+    others = [s.expr for s in c.steps if s.expr is not None and s.name != name]
+    others += [side for check in c.checks for side in (check.equation.left, check.equation.right)]
+    others += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition)]
+    others += [e for _, s in c.tensors.items() for case, _ in s.forms if case is not None for e in (case,)]
+    return any(name in names(e) for e in others)
+
+
+def _may_be_negative(expr: Expr) -> bool:
+    return isinstance(expr, Op) and (expr.op == "-" or any(_may_be_negative(a) for a in expr.args))
+
+
+def _equation(w: _Writer, equation: Any) -> list[str]:
+    exact = [w.exact(d) for side in (equation.left, equation.right) for d in divisions(side)]
+    return [*exact, f"{w.size(equation.left)} == {w.size(equation.right)}"]
+
+
+def _scalar(w: _Writer, name: str, spec: ScalarSpec) -> str | None:
+    if spec.choices is not None:
+        return f"{name} in {w.constant(spec.choices)}"
+    if spec.classes is not None:
+        if spec.type is int:  # the exact type first: isinstance with a tuple costs three times as much
+            return f"(type({name}) is int or isinstance({name}, {w.constant(spec.classes)}))"
+        return f"isinstance({name}, {w.constant(spec.classes if len(spec.classes) > 1 else spec.classes[0])})"
+    return f"{w.constant(spec.test)}({name})" if spec.test else None
+
+
+def _same_device(w: _Writer, required: list[TensorSpec]) -> list[str]:
+    if not w.contract.same_device or len(required) < 2:
+        return []
+    first, *rest = required
+    return [" == ".join(f"{s.name}.device" for s in (first, *rest))]
+
+
+def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str | None:
+    match rule:
+        case Condition(expr):
+            text = w.test(expr)
+        case Needs(args):
+            text = " and ".join(f"{a} is not None" for a in args)
+        case Forbids(args):
+            text = " and ".join(f"{a} is None" for a in args)
+        case Together(args):
+            first, *rest = args
+            text = " and ".join(f"({first} is None) is ({a} is None)" for a in rest)
+        case NoOverlap(args):
+            pairs = itertools.combinations(args, 2)
+            text = "(_compiling() or not (" + " or ".join(f"_overlap({a}, {b})" for a, b in pairs) + "))"
+        case _:
+            return None
+    if under:
+        conditions = " and ".join(w.test(u.expr) for u in under)
+        return f"(not ({conditions}) or ({text}))"
+    return f"({text})"
+
+
+def _optional(w: _Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None:
+    start = len(w.lines)
+    mine = [s for s in w.contract.steps if s.argument == spec.name and s.optional]
+    w.bind(spec, form, mine)
+    tests = []
+    for step in mine:
+        if step.kind == "derive" and step.expr is not None:
+            w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
+            tests += [w.exact(d) for d in divisions(step.expr)]
+    tests += w.form(spec, form, bound)
+    tests += [t for check in w.contract.checks if check.argument == spec.name for t in _equation(w, check.equation)]
+    tests += _device_of(w, spec)
+    inner = [*w.lines[start:], f"_ok = _ok and {' and '.join(tests)}"]
+    del w.lines[start:]
+    w.lines += [f"if {spec.name} is not None:", *(f"    {line}" for line in inner)]
+
+
+def _device_of(w: _Writer, spec: TensorSpec) -> list[str]:
+    if not w.contract.same_device:
+        return []
+    first = next((s for s in w.contract.tensors.values() if not s.optional and s is not spec), None)
+    return [f"{spec.name}.device == {first.name}.device"] if first else []
+
+
+def _choice(w: _Writer, spec: TensorSpec, bound: set[str]) -> None:
+    """One branch per case; the derived dims of a case are computed inside it."""
+    lines: list[str] = []
+    keyword = "if"
+    for condition, form in spec.forms:
+        names_here = {n for q in form.equations for side in (q.left, q.right) for n in names(side)}
+        steps = [
+            s
+            for s in w.contract.steps
+            if s.argument == spec.name and s.kind == "derive" and s.equation in form.equations and s.name in names_here
+        ]
+        start = len(w.lines)
+        tests = []
+        for step in steps:
+            assert step.expr is not None
+            w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
+            tests += [w.exact(d) for d in divisions(step.expr)]
+        tests += w.form(spec, form, bound)
+        done = {s.equation for s in steps}
+        tests += [t for e in form.equations if e not in done for t in _equation(w, e)]
+        if not spec.optional:
+            pass
+        else:
+            tests += _device_of(w, spec)
+        branch = [*w.lines[start:], f"_ok = _ok and {' and '.join(tests)}"]
+        del w.lines[start:]
+        head = "else:" if condition is None else f"{keyword} {w.test(condition)}:"
+        if condition is None and keyword == "if":
+            head = "if True:"
+        lines += [head, *(f"    {line}" for line in branch)]
+        keyword = "elif"
+    if spec.forms[-1][0] is not None:
+        lines += ["else:", "    _ok = False"]
+    if spec.optional:
+        lines = [f"if {spec.name} is not None:", *(f"    {line}" for line in lines)]
+    w.lines += lines
+
+
+def _result_checker(contract: Contract) -> Callable[[Any, dict[str, Any]], None]:
+    def check(result: Any, values: dict[str, Any]) -> None:
+        from layoutcheck import _explain
+
+        if found := _explain.explain_result(contract, result, values):
+            contract.report(found)
+
+    return check

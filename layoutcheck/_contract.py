@@ -1,0 +1,533 @@
+"""Contract: the layouts and rules of one callable's arguments, and where each of its dims is bound.
+
+What binds what is decided at decoration, from structure alone, in this order: a scalar argument with the dim's name; a
+plain sighting in a required argument, in signature order; an equation with one unknown; an inverted sighting; a
+default; a sighting in an optional argument, for dims that only that argument speaks of. A part of a composite axis
+(the page of a slot) binds only where nobody else has bound the whole, so scales never bind the page size that they are
+checked against. ``_compile`` turns the result into a function, ``_explain`` into words when a rule is broken.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
+
+import torch
+
+from layoutcheck import _mode, _specs
+from layoutcheck._dims import Equation, Expr, Name, arguments, brief, isolate, names, plan
+from layoutcheck._errors import LayoutError, Violation
+from layoutcheck._layout import Choose, Layout
+from layoutcheck._rules import Condition, Index, NoOverlap, Rule, as_rule, flatten
+from layoutcheck._specs import Form, ScalarSpec, Spec, TensorSpec
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Step:
+    """How one dim becomes known.
+
+    ``kind``: ``scalar`` (an argument's value), ``shape`` (dimension ``index`` of ``argument``), ``variadic`` (all that the
+    named variadic covers), ``derive`` (``expr``, from ``equation``), ``default`` (a number). ``optional``: only where the
+    argument is given.
+    """
+
+    kind: str
+    name: str
+    argument: str = ""
+    index: int = 0
+    expr: Expr | None = None
+    equation: Equation | None = None
+    optional: bool = False
+
+    @property
+    def where(self) -> str:
+        """Where the number comes from, for a message."""
+        match self.kind:
+            case "scalar":
+                return "an argument"
+            case "shape" | "variadic":
+                return self.argument
+            case "default":
+                return "its default"
+        return f"{brief(self.expr)}" if self.expr is not None else ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """An equation that must hold, and whose argument speaks of it."""
+
+    equation: Equation
+    argument: str
+
+
+@dataclass(eq=False)
+class Contract:
+    """The layouts and rules of one callable. ``print`` shows where each dim is bound and where it is checked.
+
+    ``source`` is the text of the compiled guard; ``arguments`` the specs by name; ``violations(**arguments)`` every rule
+    that a call breaks, without calling anything.
+    """
+
+    name: str
+    signature: inspect.Signature
+    specs: dict[str, Spec]
+    rules: tuple[Rule, ...]
+    same_device: bool = False
+    derive: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    results: tuple[TensorSpec | None, ...] = ()
+    unresolved: tuple[str, ...] = ()
+    mode: _mode.Mode | None = None
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        self.tensors = {n: s for n, s in self.specs.items() if isinstance(s, TensorSpec)}
+        self.scalars = {n: s for n, s in self.specs.items() if isinstance(s, ScalarSpec)}
+        self.conditions = [(under, r) for under, r in flatten(self.rules)]
+        self.steps, self.checks = _solve(self)
+        self._check_rules()
+
+    # --- what a call means -------------------------------------------------------------------------------------------
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, defaults filled in, derived ones computed."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        values |= {name: fn(**values) for name, fn in self.derive.items()}
+        return values
+
+    def violations(self, *args: Any, **kwargs: Any) -> list[Violation]:
+        """Every rule that a call with these arguments breaks; nothing is called."""
+        from layoutcheck import _explain
+
+        return _explain.explain(self, self.bind(args, kwargs))
+
+    def broken(self, values: dict[str, Any]) -> None:
+        """Called by the compiled guard when a rule is not kept: explain, then raise or warn."""
+        from layoutcheck import _explain
+
+        found = _explain.explain(self, values)
+        if not found:
+            raise RuntimeError(
+                f"{self.name}: the compiled guard refused a call in which no broken rule can be found. This is a defect "
+                "of layoutcheck; please report it with the shapes, dtypes and strides of the arguments"
+            )
+        self.report(found)
+
+    def check_values(self, values: dict[str, Any]) -> None:
+        """Called by the compiled guard where a ``values`` mode may be on."""
+        from layoutcheck import _values
+
+        if (self.mode or _mode.mode.get()) == "values" and (found := _values.check(self, values)):
+            self.report(found)
+
+    def report(self, found: list[Violation]) -> None:
+        """Raise the violations, or warn of them, as the mode says."""
+        error = LayoutError(self.name, found)
+        if not torch.compiler.is_compiling() and (self.mode or _mode.mode.get()) == "warn":
+            import warnings
+
+            warnings.warn(str(error), UserWarning, stacklevel=4)
+        else:
+            raise error
+
+    # --- decoration --------------------------------------------------------------------------------------------------
+
+    def known_names(self) -> set[str]:
+        """Every dim that some step binds."""
+        return {s.name for s in self.steps}
+
+    def _check_rules(self) -> None:
+        parameters = [*self.signature.parameters, *self.derive]
+        dims = self.known_names()
+        for under, rule in self.conditions:
+            used = [r.expr for r in (*under, rule) if isinstance(r, Condition)]
+            for expr in used:
+                for name in names(expr):
+                    if name not in dims and name not in parameters:
+                        raise TypeError(f"{self.name}: {brief(expr)!r}: {_unknown(name, [*dims, *parameters])}")
+                for name in arguments(expr):
+                    if name not in parameters:
+                        raise TypeError(f"{self.name}: {brief(expr)!r}: {_unknown(name, parameters)}")
+            if not isinstance(rule, Condition):
+                for name in rule.arguments:  # type: ignore[union-attr]
+                    if name not in parameters or (isinstance(rule, NoOverlap) and name not in self.tensors):
+                        raise TypeError(f"{self.name}: {type(rule).__name__}: {_unknown(name, parameters)}")
+        for spec in self.tensors.values():
+            if spec.writes and spec.writes.at is not None and spec.writes.at not in self.tensors:
+                raise TypeError(f"{self.name}: Writes(at=...): {_unknown(spec.writes.at, list(self.tensors))}")
+            for value in spec.values:
+                exprs = (value.stop, value.start) if isinstance(value, Index) else (value.stop,)
+                for name in (n for e in exprs for n in names(e)):
+                    if name not in dims and name not in parameters:
+                        raise TypeError(f"{self.name}: {type(value).__name__}: {_unknown(name, [*dims, *parameters])}")
+
+    def sightings(self) -> dict[str, list[str]]:
+        """For each visible dim, where it is seen: arguments whose form or equations speak of it, and rules."""
+        seen: dict[str, list[str]] = {}
+        for spec in self.tensors.values():
+            for _, form in spec.forms:
+                for n in {n for e in form.sizes if e is not None for n in names(e)} | {
+                    n for q in form.equations for side in (q.left, q.right) for n in names(side)
+                }:
+                    if spec.name not in seen.setdefault(n, []):
+                        seen[n].append(spec.name)
+        for under, rule in self.conditions:
+            for r in (*under, rule):
+                if isinstance(r, Condition):
+                    for n in names(r.expr):
+                        seen.setdefault(n, []).append(f"'{r}'")
+        return {n: s for n, s in seen.items() if "." not in n}
+
+    def __str__(self) -> str:
+        lines = [f"contract of {self.name}"]
+        seen = self.sightings()
+        width = max((len(s.name) for s in self.steps), default=0)
+        for step in self.steps:
+            if "." in step.name:
+                continue
+            others = [s for s in seen.get(step.name, []) if s != step.argument]
+            where = f"bound by {step.where}"
+            if step.kind == "derive":
+                where = f"= {step.where}"
+            checked = f"checked in {', '.join(dict.fromkeys(others))}" if others else "seen once only: nothing checks it"
+            lines.append(f"   {step.name:<{width}}  {where}; {checked}")
+        for _, rule in self.conditions:
+            if isinstance(rule, Condition):
+                lines.append(f"   needs {rule}")
+        for name in self.unresolved:
+            lines.append(f"   {name} is not checked: its annotation exists only for type checkers")
+        return "\n".join(lines)
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    options = [k for k in dict.fromkeys(known) if "." not in k]
+    close = difflib.get_close_matches(name, options, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{name!r} is neither a dim nor an argument here ({', '.join(options)}){hint}"
+
+
+# --- solving ----------------------------------------------------------------------------------------------------------
+
+
+def _solve(contract: Contract) -> tuple[list[Step], list[Check]]:
+    steps: list[Step] = []
+    known: set[str] = set()
+
+    def add(step: Step) -> None:
+        steps.append(step)
+        known.add(step.name)
+
+    needed = {n for s in contract.tensors.values() for _, f in s.forms for n in _names_of(f)}
+    needed |= {n for under, r in contract.conditions for c in (*under, r) if isinstance(c, Condition) for n in names(c.expr)}
+    for name in [*contract.signature.parameters, *contract.derive]:
+        spec = contract.scalars.get(name)
+        is_int = (spec is not None and spec.type is int and not spec.optional) or (
+            name in contract.derive and name not in contract.specs
+        )
+        if name in needed and is_int:
+            add(Step("scalar", name, name))
+
+    required = [s for s in contract.tensors.values() if not s.optional and s.form is not None]
+    optional = [s for s in contract.tensors.values() if s.optional and s.form is not None]
+    pending = [Check(e, s.name) for s in required for e in s.form.equations]  # type: ignore[union-attr]
+
+    def derive() -> None:
+        for name, expr, equation in plan(known, [c.equation for c in pending]):
+            check = next(c for c in pending if c.equation is equation)
+            pending.remove(check)
+            add(Step("derive", name, check.argument, expr=expr, equation=equation))
+
+    def sight(spec: TensorSpec, *, binds_parts: bool) -> None:
+        form = spec.form
+        assert form is not None
+        if form.variadic and form.variadic[1] not in ("...", *known):
+            add(Step("variadic", form.variadic[1], spec.name, form.variadic[0], optional=spec.optional))
+        for index, size in _positions(form):
+            if not isinstance(size, Name) or size.name in known:
+                continue
+            whole = form.parts.get(size.name)
+            if whole is not None and (whole in known or not binds_parts):
+                continue
+            if "." in size.name and not binds_parts:
+                continue
+            add(Step("shape", size.name, spec.name, index, optional=spec.optional))
+
+    derive()
+    for spec in required:
+        sight(spec, binds_parts=not any(_shares_whole(spec, other) for other in required if other is not spec))
+        derive()
+    for spec in required:  # parts that no other argument determines
+        for index, size in _positions(spec.form):  # type: ignore[arg-type]
+            whole = spec.form.parts.get(size.name) if isinstance(size, Name) else None  # type: ignore[union-attr]
+            if isinstance(size, Name) and size.name not in known and (whole is None or whole not in known):
+                add(Step("shape", size.name, spec.name, index))
+                derive()
+    for spec in required:
+        form = spec.form
+        assert form is not None
+        for index, size in _positions(form):
+            unknown = set(names(size)) - known if size is not None else set()
+            if len(unknown) == 1 and not isinstance(size, Name):
+                (name,) = unknown
+                seen = f"{spec.name}.shape[{index}]"
+                expr = isolate(size, Name(seen), name)  # type: ignore[arg-type]
+                if expr is not None:
+                    add(Step("shape", seen, spec.name, index))
+                    add(Step("derive", name, spec.name, expr=expr, equation=Equation(size, Name(seen))))  # type: ignore[arg-type]
+                    derive()
+    for spec in required:
+        for name, value in spec.form.defaults:  # type: ignore[union-attr]
+            if name not in known:
+                add(Step("default", name, spec.name, value))
+                derive()
+    for spec in required:  # a private size that nothing determines is what the tensor says
+        for index, size in _positions(spec.form):  # type: ignore[arg-type]
+            if isinstance(size, Name) and size.name not in known and "." in size.name:
+                add(Step("shape", size.name, spec.name, index))
+                derive()
+
+    checks = list(pending)
+    for spec in optional:
+        form = spec.form
+        assert form is not None
+        for name, value in form.defaults:
+            if name not in known:
+                add(Step("default", name, spec.name, value))
+        own = [Check(e, spec.name) for e in form.equations]
+
+        def derive_own(own: list[Check] = own, spec: TensorSpec = spec) -> None:
+            for name, expr, equation in plan(known, [c.equation for c in own]):
+                own.remove(next(c for c in own if c.equation is equation))
+                add(Step("derive", name, spec.name, expr=expr, equation=equation, optional=True))
+
+        derive_own()
+        elsewhere = {n for s in contract.tensors.values() if s is not spec for _, f in s.forms for n in _names_of(f)}
+        for index, size in _positions(form):
+            if isinstance(size, Name) and size.name not in known and size.name not in elsewhere:
+                add(Step("shape", size.name, spec.name, index, optional=True))
+                derive_own()
+        if form.variadic and form.variadic[1] not in ("...", *known):
+            add(Step("variadic", form.variadic[1], spec.name, form.variadic[0], optional=True))
+        checks += own
+    for spec in contract.tensors.values():  # each case of a choice: what it needs beyond the shared dims
+        if spec.form is None:
+            for _, form in spec.forms:
+                own = [Check(e, spec.name) for e in form.equations]
+                for name, expr, equation in plan(known, [c.equation for c in own]):
+                    own.remove(next(c for c in own if c.equation is equation))
+                    steps.append(Step("derive", name, spec.name, expr=expr, equation=equation, optional=True))
+                checks += own
+    _must_be_known(contract, {s.name for s in steps})
+    return steps, checks
+
+
+def _names_of(form: Form) -> Iterator[str]:
+    for size in form.sizes:
+        if size is not None:
+            yield from names(size)
+    for equation in form.equations:
+        yield from names(equation.left)
+        yield from names(equation.right)
+    for stride in (*(form.strides or ()), *(e for _, e in form.align)):
+        if stride is not None:
+            yield from names(stride)
+    if form.variadic and form.variadic[1] != "...":
+        yield form.variadic[1]
+
+
+def _positions(form: Form) -> Iterator[tuple[int, Expr | None]]:
+    """(index, size) of each dimension; those behind a variadic count from the end."""
+    for i, size in enumerate(form.sizes):
+        if form.variadic and i >= form.variadic[0]:
+            yield i - len(form.sizes), size
+        else:
+            yield i, size
+
+
+def _shares_whole(spec: TensorSpec, other: TensorSpec) -> bool:
+    """Whether another argument shows, as one dimension, a whole of which this one shows the parts."""
+    if spec.form is None or other.form is None:
+        return False
+    wholes = {
+        spec.form.parts[s.name] for s in spec.form.sizes if isinstance(s, Name) and s.name in spec.form.parts
+    }
+    return any(isinstance(s, Name) and s.name in wholes for s in other.form.sizes)
+
+
+def _must_be_known(contract: Contract, known: set[str]) -> None:
+    for spec in contract.tensors.values():
+        for _, form in spec.forms:
+            missing = sorted({n for n in _names_of(form) if n not in known})
+            if not missing:
+                continue
+            shown = ", ".join(n.rpartition(".")[2] for n in missing)
+            name = missing[0].rpartition(".")[2]
+            raise TypeError(
+                f"{contract.name}: nothing determines {shown} of {spec.name} ({form.text}). Bind {name} by a scalar argument "
+                f"{name}: int, by a required tensor that shows it as a dimension of its own, or by a number in the layout "
+                f"({name}=...)"
+            )
+
+
+# --- the public way in ------------------------------------------------------------------------------------------------
+
+
+def make(
+    fn: Callable[..., Any],
+    rules: Iterable[str | Rule],
+    *,
+    same_device: bool = False,
+    derive: Mapping[str, Callable[..., Any]] | None = None,
+    annotations: Mapping[str, Any] | None = None,
+    mode: _mode.Mode | None = None,
+) -> Contract:
+    """The contract of a callable, from its annotations and rules; ``annotations`` replaces them by name."""
+    signature = inspect.signature(fn)
+    derive = dict(derive or {})
+    given = dict(annotations or {})
+    known = [*signature.parameters, *derive, "return"]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{_name(fn)}: {_unknown(name, known)}")
+    specs: dict[str, Spec] = {}
+    unresolved = []
+    for name in (*signature.parameters, *derive):
+        parameter = signature.parameters.get(name)
+        annotation = given.get(name, parameter.annotation if parameter else inspect.Parameter.empty)
+        if annotation is inspect.Parameter.empty or (
+            parameter and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ):
+            continue
+        if isinstance(annotation, Layout | Choose):
+            annotation = typing.Annotated[torch.Tensor, annotation]
+        value = _specs.resolve(annotation, fn)
+        if value is _specs._UNRESOLVED:
+            unresolved.append(name)
+        elif spec := _specs.read(name, value):
+            specs[name] = spec
+    returned = _specs.resolve(given.get("return", signature.return_annotation), fn)
+    return Contract(
+        _name(fn),
+        signature,
+        specs,
+        tuple(as_rule(r) for r in rules),
+        same_device,
+        derive,
+        _results(returned),
+        tuple(unresolved),
+        mode,
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", repr(fn)).rpartition("<locals>.")[2]
+
+
+def _results(annotation: Any) -> tuple[TensorSpec | None, ...]:
+    if annotation in (inspect.Signature.empty, None, type(None)) or annotation is _specs._UNRESOLVED:
+        return ()
+    items = typing.get_args(annotation) if typing.get_origin(annotation) is tuple else (annotation,)
+    specs = [_specs.read("return" if len(items) == 1 else f"return[{i}]", item) for i, item in enumerate(items)]
+    found = tuple(s if isinstance(s, TensorSpec) else None for s in specs)
+    return found if any(found) else ()
+
+
+@overload
+def contract(fn: F, /) -> F: ...
+
+
+@overload
+def contract(
+    *rules: str | Rule, same_device: bool = False, mode: _mode.Mode | None = None
+) -> Callable[[F], F]: ...
+
+
+def contract(*rules: Any, same_device: bool = False, mode: _mode.Mode | None = None) -> Any:
+    """Check every call of a function against the layouts in its annotations and the given rules.
+
+    Annotations: jaxtyping for plain tensors (``BFloat16[Tensor, "token head head_dim"]``), ``Annotated[Tensor, layout,
+    ...]`` for laid-out buffers, with :class:`Writes`, :class:`Index` and :class:`Indptr` beside the layout. Rules:
+    comparisons in text (``"page_size % 32 == 0"``), :func:`when`, :func:`needs`, :func:`forbids`, :func:`together`,
+    :func:`no_overlap`. ``same_device``: all tensors are on one device. ``mode`` overrides the process's mode.
+
+    The decorated function has ``.contract``; printing it shows where each dim is bound and checked. A broken rule raises
+    :class:`LayoutError` before the function runs. With ``LAYOUTCHECK=off`` in the environment at import the function
+    itself is returned.
+
+    Raises ``TypeError`` at decoration for a contract that cannot be decided: a dim that nothing determines, an unknown
+    name, an annotation that declares a layout and cannot be read.
+    """
+
+    def decorate(fn: Any) -> Any:
+        if _mode.OFF:
+            return fn
+        if isinstance(fn, staticmethod | classmethod):
+            return type(fn)(decorate(fn.__func__))
+        return _guarded(fn, make(fn, rules, same_device=same_device, mode=mode))
+
+    if len(rules) == 1 and not isinstance(rules[0], str) and callable(rules[0]):
+        fn, rules = rules[0], ()
+        return decorate(fn)
+    return decorate
+
+
+def guard(
+    fn: F,
+    *rules: str | Rule,
+    derive: Mapping[str, Callable[..., Any]] | None = None,
+    same_device: bool = False,
+    mode: _mode.Mode | None = None,
+    **annotations: Any,
+) -> F:
+    """A guarded version of somebody else's function, which is not changed.
+
+    ``annotations`` name parameters (or ``return_``) and give layouts or annotations as :func:`contract` reads them.
+    ``derive`` reaches what is not an argument: ``derive={"page_size": lambda self, **_: self.page_size}``; each function
+    is called with every argument by name, and its result is a dim or, where ``annotations`` says so, a buffer.
+    """
+    if _mode.OFF:
+        return fn
+    if "return_" in annotations:
+        annotations["return"] = annotations.pop("return_")
+    return _guarded(
+        fn, make(fn, rules, same_device=same_device, derive=derive, annotations=annotations, mode=mode)
+    )
+
+
+def _guarded(fn: Any, made: Contract) -> Any:
+    from layoutcheck import _compile
+
+    wrapper = _compile.compile_guard(fn, made)
+    functools.update_wrapper(wrapper, fn)
+    wrapper.__defaults__ = getattr(fn, "__defaults__", None)
+    wrapper.__kwdefaults__ = getattr(fn, "__kwdefaults__", None)
+    wrapper.contract = made
+    return wrapper
+
+
+def check_tensor(layout: Layout, tensor: torch.Tensor, known: Mapping[str, int]) -> dict[str, int]:
+    """``Layout.check``: one tensor against one layout; returns the sizes that it was solved for."""
+    made = _tensor_contract(layout, tuple(sorted(known)))
+    values = {"tensor": tensor, **known}
+    from layoutcheck import _explain
+
+    if found := _explain.explain(made, values):
+        raise LayoutError(layout.name, found)
+    solved = _explain.solve(made, values)[0]
+    return {name.removeprefix("tensor."): int(value) for name, value in solved.items() if ".shape[" not in name}
+
+
+@functools.lru_cache(maxsize=512)
+def _tensor_contract(layout: Layout, known: tuple[str, ...]) -> Contract:
+    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("tensor", *known)]
+    specs: dict[str, Spec] = {"tensor": TensorSpec("tensor", ((None, _specs.layout_form("tensor", layout)),))}
+    specs |= {n: ScalarSpec(n, int, classes=(int,)) for n in known}
+    return Contract(layout.name, inspect.Signature(parameters), specs, ())

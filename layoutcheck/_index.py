@@ -1,0 +1,271 @@
+"""From coordinates to memory: offsets of ints and arrays, pack and unpack in torch, offset functions in Triton.
+
+Every map here is derived from a layout's axes and strides. ``pack`` and ``unpack`` move axes and never compute an offset,
+so they and ``offset`` check each other.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layoutcheck._dims import Const, Expr, evaluate, names, plan, product, source, substitute
+
+if TYPE_CHECKING:
+    from layoutcheck._layout import Layout
+
+
+@dataclass(frozen=True)
+class Term:
+    """``(coordinate // divisor) % modulus * stride``; modulus None where the quotient is already smaller."""
+
+    coordinate: str
+    divisor: Expr
+    modulus: Expr | None
+    stride: Expr
+
+
+def terms(layout: Layout, coordinates: Sequence[str]) -> list[Term]:
+    """The map of a cut through the tree of axes, outermost term first. Parts adjacent in memory are one term.
+
+    Raises ``TypeError`` unless the coordinates name every part of the layout exactly once.
+    """
+    nodes = {a.name: a for axis in layout.axes for a in axis.walk()}
+    for name in coordinates:
+        if name not in nodes:
+            raise TypeError(f"{layout.name} has no axis {name!r}; it has {', '.join(nodes)}")
+    covered = [leaf for name in coordinates for leaf in nodes[name].leaves()]
+    if sorted(covered) != sorted(layout.order):
+        missing = [leaf for leaf in layout.order if leaf not in covered]
+        twice = sorted({leaf for leaf in covered if covered.count(leaf) > 1})
+        raise TypeError(
+            f"{layout.name}: {', '.join(coordinates) or 'no coordinates'} leave out {', '.join(missing)}"
+            if missing
+            else f"{layout.name}: {', '.join(coordinates)} give {', '.join(twice)} more than once"
+        )
+    result = []
+    for name in coordinates:
+        leaves = nodes[name].leaves()
+        start = 0
+        while start < len(leaves):
+            end = start
+            while end + 1 < len(leaves) and layout.adjacent(leaves[end], leaves[end + 1]):
+                end += 1
+            inner = product(layout.size_of(leaf) for leaf in leaves[end + 1 :])
+            own = product(layout.size_of(leaf) for leaf in leaves[start : end + 1])
+            result.append(Term(name, inner, own if start else None, layout.leaf_strides[leaves[end]]))
+            start = end + 1
+    position = {leaf: i for i, leaf in enumerate(layout.order)}
+    first = {t: i for i, t in enumerate(result)}
+    outermost = {name: min(position[leaf] for leaf in nodes[name].leaves()) for name in coordinates}
+    return sorted(result, key=lambda t: (outermost[t.coordinate], first[t]))
+
+
+def offset(layout: Layout, coordinates: Mapping[str, Any]) -> Any:
+    """The offset in elements; coordinates are ints, numpy arrays or torch tensors that broadcast."""
+    values = layout.values if layout.concrete else layout._solve({})
+    total: Any = evaluate(layout._elements_of(layout.rules.base, True), values)
+    for term in terms(layout, list(coordinates)):
+        value = coordinates[term.coordinate]
+        divisor = _known(layout, term.divisor, values)
+        if divisor != 1:
+            value = value // divisor
+        if term.modulus is not None:
+            value = value % _known(layout, term.modulus, values)
+        total = value * _known(layout, term.stride, values) + total
+    return total
+
+
+def _known(layout: Layout, expr: Expr, values: Mapping[str, int]) -> int:
+    try:
+        return int(evaluate(expr, values))
+    except KeyError as missing:
+        raise TypeError(f"{layout.name}: {missing.args[0]} must be known to compute an offset") from None
+
+
+def coalesced(layout: Layout) -> list[list[tuple[int, int]]]:
+    """For each logical axis larger than 1, its (size, stride) runs outermost first, merged as far as they go."""
+    result = []
+    for axis in layout.axes:
+        runs: list[tuple[int, int]] = []
+        for leaf in axis.leaves():
+            size = evaluate(layout.memory_size(leaf), layout.values)
+            stride = evaluate(layout.leaf_strides[leaf], layout.values)
+            if size == 1:
+                continue
+            if runs and runs[-1][1] == stride * size:
+                runs[-1] = (runs[-1][0] * size, stride)
+            else:
+                runs.append((size, stride))
+        logical = evaluate(layout.size_of(axis.name), layout.values)
+        if logical > 1:
+            result.append([(logical, 0), *runs])
+    return result
+
+
+# --- reference, in torch ----------------------------------------------------------------------------------------------
+
+
+def pack(layout: Layout, logical: torch.Tensor) -> torch.Tensor:
+    """A new buffer that holds the logical tensor; what no coordinate maps to holds the fill, or zero."""
+    sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
+    if tuple(logical.shape) != tuple(sizes):
+        wanted = ", ".join(f"{a.name}={s}" for a, s in zip(layout.axes, sizes, strict=True))
+        raise ValueError(f"{layout.name}.pack needs ({wanted}), got {tuple(logical.shape)}")
+    dtype = logical.dtype
+    if dtype not in layout.accepted:
+        raise TypeError(f"{layout.name} holds {' or '.join(map(str, layout.elements))}, not {dtype}")
+    buffer = torch.empty(layout.numel, dtype=dtype, device=logical.device)
+    _raw(buffer).fill_(layout.rules.fill or 0)
+    memory = _memory(layout, _raw(buffer))
+    padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
+    source_ = _raw(logical.contiguous())
+    if padded != sizes:
+        whole = source_.new_full(padded, layout.rules.fill or 0)
+        whole[tuple(slice(s) for s in sizes)] = source_
+        source_ = whole
+    leaves = [leaf for axis in layout.axes for leaf in axis.leaves()]
+    split = source_.reshape([evaluate(layout.memory_size(leaf), layout.values) for leaf in leaves])
+    memory.copy_(split.permute([leaves.index(leaf) for leaf in layout.order]))
+    return layout._show(buffer)
+
+
+def unpack(layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
+    """The logical tensor that a buffer holds."""
+    layout.check(buffer)
+    start = buffer.storage_offset() - evaluate(layout._elements_of(layout.rules.base, True), layout.values)
+    flat = _raw(buffer).as_strided((layout.numel,), (1,), start)
+    memory = _memory(layout, flat)
+    leaves = [leaf for axis in layout.axes for leaf in axis.leaves()]
+    logical = memory.permute([layout.order.index(leaf) for leaf in leaves])
+    padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
+    sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
+    return logical.reshape(padded)[tuple(slice(s) for s in sizes)].contiguous().view(buffer.dtype)
+
+
+def _memory(layout: Layout, flat: torch.Tensor) -> torch.Tensor:
+    sizes = [evaluate(layout.memory_size(leaf), layout.values) for leaf in layout.order]
+    strides = [evaluate(layout.leaf_strides[leaf], layout.values) for leaf in layout.order]
+    base = evaluate(layout._elements_of(layout.rules.base, True), layout.values)
+    return flat.as_strided(sizes, strides, flat.storage_offset() + base)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers: torch cannot fill, compare or index every float8."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(widths[tensor.element_size()])
+
+
+# --- in a kernel ------------------------------------------------------------------------------------------------------
+
+
+def offset_fn(layout: Layout, coordinates: Sequence[str], name: str, strides: tuple[str, ...] = ()) -> Any:
+    """A ``@triton.jit`` function ``name(*coordinates, *, SIZE, ...)`` that returns the offset in elements.
+
+    Sizes are keyword-only and upper-case, the layout's open dims that the map needs. An axis in ``strides`` takes its
+    stride as an argument (``PAGE_STRIDE``): for pages with gaps, and for views. The outermost term is 64-bit unless the
+    layout says ``offsets="int32"``. Coordinates must be non-negative, as Triton's ``//`` truncates.
+    """
+    import triton
+    import triton.language as tl
+
+    text, filename = offset_source(layout, coordinates, name, strides), f"<layoutcheck {layout.name} {name}>"
+    namespace: dict[str, Any] = {"tl": tl, "__name__": f"layoutcheck.generated.{name}"}
+    # The compiler, the interpreter, Inductor and debuggers all read a function's source through linecache.
+    linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+    exec(compile(text, filename, "exec"), namespace)
+    function = namespace[name]
+    function.__doc__ = f"Offset into {layout.name} ({layout}), in elements of {layout.elements[0]}."
+    return triton.jit(function)
+
+
+def offset_source(layout: Layout, coordinates: Sequence[str], name: str, strides: tuple[str, ...] = ()) -> str:
+    """The text of :func:`offset_fn`'s function."""
+    if not name.isidentifier():
+        raise TypeError(f"{name!r} cannot be the name of a function")
+    parts = terms(layout, coordinates)
+    visible = _in_dims(layout)
+    nodes = {a.name: a for axis in layout.axes for a in axis.walk()}
+    given: dict[Expr, str] = {}
+    for axis in strides:
+        if axis not in nodes:
+            raise TypeError(f"{layout.name} has no axis {axis!r}; it has {', '.join(nodes)}")
+        given[layout.leaf_strides[nodes[axis].leaves()[-1]]] = f"{axis.upper()}_STRIDE"
+    uppercase: list[str] = []
+
+    def text(expr: Expr) -> str:
+        expr = substitute(expr, visible)
+        for n in names(expr):
+            if n.upper() not in uppercase:
+                uppercase.append(n.upper())
+        return source(expr, str.upper)
+
+    lines = []
+    for i, term in enumerate(parts):
+        value = term.coordinate
+        if term.divisor != Const(1):
+            value = f"{value} // {_operand(text(term.divisor))}"
+        if term.modulus is not None:
+            value = f"{value} % {_operand(text(term.modulus))}"
+        if i == 0 and layout.rules.offsets == "int64":
+            value = f"tl.cast({value}, tl.int64)"
+        if term.stride in given:
+            value = f"{_operand(value)} * {given[term.stride]}"
+        elif term.stride != Const(1):
+            value = f"{_operand(value)} * {_operand(text(term.stride))}"
+        lines.append(value)
+    base = layout._elements_of(layout.rules.base, True)
+    if base != Const(0):
+        lines.append(text(base))
+    keywords = sorted(uppercase) + [f"{axis.upper()}_STRIDE" for axis in strides]
+    if unused := [k for k in given.values() if not any(k in line for line in lines)]:
+        raise TypeError(f"{layout.name}: {', '.join(unused)} is not part of the map")
+    signature = ", ".join([*coordinates, *(["*", *keywords] if keywords else [])])
+    return f"def {name}({signature}):\n    return " + " + ".join(lines or ["0"]) + "\n"
+
+
+def _operand(text: str) -> str:
+    return text if text.isidentifier() or text.isdigit() or text.startswith("tl.cast(") else f"({text})"
+
+
+def _in_dims(layout: Layout) -> dict[str, Expr]:
+    """Every private name in terms of the layout's open dims."""
+    known: dict[str, Expr] = {}
+    for name, expr, _ in plan([*layout.dims, *(n for n, _ in layout.rules.default)], layout.equations):
+        known[name] = substitute(expr, known)
+    return known
+
+
+def padding_ranges(layout: Layout) -> list[tuple[int, int]]:
+    """Maximal [start, end) runs of elements that no coordinate maps to."""
+    sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
+    grids: Iterable[torch.Tensor] = torch.meshgrid(*(torch.arange(s) for s in sizes), indexing="ij")
+    coordinates = {a.name: g for a, g in zip(layout.axes, grids, strict=True)}
+    used = torch.zeros(layout.numel, dtype=torch.bool)
+    if math.prod(sizes):
+        used[offset(layout, coordinates).reshape(-1)] = True
+    edges = torch.diff(torch.cat([torch.tensor([1]), used.int(), torch.tensor([1])]))
+    starts = torch.nonzero(edges == -1).flatten().tolist()
+    ends = torch.nonzero(edges == 1).flatten().tolist()
+    return list(zip(starts, ends, strict=True))
+
+
+def wrong_padding(layout: Layout, tensor: torch.Tensor) -> tuple[dict[str, int] | None, int | float]:
+    """The first padded coordinate whose content is not the layout's fill, and that content; None if there is none."""
+    sizes = [layout.values_of(a.name) for a in layout.axes]
+    padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
+    whole = layout(**{a.name: p for a, p in zip(layout.axes, padded, strict=True) if p is not None}, pad={})
+    raw = _raw(tensor) if tensor.element_size() == 1 else tensor
+    content = unpack(whole(dtype=raw.dtype, accept=()), raw)
+    inside = torch.zeros(padded, dtype=torch.bool, device=raw.device)
+    inside[tuple(slice(s) for s in sizes)] = True
+    bad = (~inside & (content != (layout.rules.fill or 0))).nonzero()
+    if not len(bad):
+        return None, 0
+    where = bad[0].tolist()
+    return {a.name: i for a, i in zip(layout.axes, where, strict=True)}, content[tuple(where)].item()

@@ -1,0 +1,715 @@
+"""Layout: one declaration of how a buffer is laid out. Shapes, strides and sizes follow from it here.
+
+Decides what a declaration means: which names are open, what a tensor of it must look like, how many bytes it needs.
+Leaves the map from coordinates to memory to ``_index``, the checking of calls to ``_contract``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Self
+
+import torch
+
+from layoutcheck import _dtypes
+from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, brief, evaluate, names, op_, parse, plan
+from layoutcheck._dims import product, substitute
+from layoutcheck._errors import LayoutError, Violation
+from layoutcheck._pattern import Axis, Group, expand, parse_groups, parse_pattern
+
+BYTES = " bytes"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a tensor must keep beyond its shape; every field is one keyword of :class:`Layout`."""
+
+    view: str | tuple[Expr, ...] | None = None
+    dense: str | None = None
+    pitch: tuple[tuple[str, Expr, bool], ...] = ()  # axis, size, whether it counts bytes
+    base: Expr = Const(0)  # bytes from the start of the buffer to the first element
+    align: tuple[tuple[str, Expr], ...] = ()  # axis or "base", bytes
+    pad: tuple[tuple[str, Expr], ...] = ()
+    offsets: Literal["int64", "int32"] = "int64"
+    fill: int | None = None
+    accept: tuple[torch.dtype, ...] = ()
+    public: tuple[str, ...] = ()
+    default: tuple[tuple[str, int], ...] = ()
+
+
+_RULES = tuple(f.name for f in dataclasses.fields(Rules))
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of the tensor that shows a layout: its label, size, and stride (None where it is free)."""
+
+    label: str
+    size: Expr
+    stride: Expr | None
+    inner: Expr | None = None  # for a free stride: the extent it must not be smaller than
+
+
+@dataclass(frozen=True, init=False, eq=True)
+class Layout:
+    """How the elements of a buffer are laid out in memory, declared once.
+
+    ``pattern`` is ``"logical axes -> memory order"``; ``name(a b)`` names a composite axis. Keywords that are not rules
+    are equations: ``lane=32`` sizes an axis, ``head_dim="group * 32"`` names a size that follows from one.
+
+    Rules, each checked exactly and no more:
+
+    - ``dtype``: an element type or several (the first is allocated); ``accept``: further torch dtypes that may carry it.
+    - ``view``: how a tensor shows the memory: axes (``"slot head dim"``), groups (``"(page token) head"``), or a tuple of
+      sizes for a declared shape of the same bytes. Without it a tensor shows the memory order.
+    - ``dense``: which inner axes must be packed (all, if not given); the strides of the others are free as long as
+      elements do not overlap. A dimension of size 1 may have any stride.
+    - ``pitch``: exact stride of an axis, in elements, or in bytes as ``"656 bytes"``; ``base``: where the first element
+      is inside the first pitch, in bytes.
+    - ``align``: bytes that the base pointer (``base=``) or an axis's stride must be a multiple of.
+    - ``pad``: multiple to which a logical axis is rounded up before it is split.
+    - ``offsets="int32"``: a view whose largest offset does not fit in 32 bits is refused.
+    - ``fill``: code that new memory is filled with; ``public``: parts that other arguments may refer to;
+      ``default``: sizes used when nothing else determines them.
+
+    Calling a layout substitutes dims (by a name, an expression or a number) or rules. A layout whose dims are all known
+    is concrete: it has ``shape``, ``strides`` and ``nbytes``, can be allocated, and maps coordinates to offsets.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    memory: tuple[Group, ...]
+    elements: tuple[_dtypes.Element, ...]
+    sizes: tuple[tuple[str, Expr], ...]
+    equations: tuple[Equation, ...]
+    rules: Rules
+
+    def __init__(self, name: str, pattern: str, *, dtype: Any, **keywords: Any) -> None:
+        axes, memory = parse_pattern(pattern)
+        nodes = [a for axis in axes for a in axis.walk()]
+        rules = _rules(Rules(), {k: keywords.pop(k) for k in _RULES if k in keywords}, axes, pattern)
+        known = {a.name for a in nodes}
+        sizes: dict[str, Expr] = {a.name: Name(a.name) for a in nodes}
+        equations: list[Equation] = []
+        pads = dict(rules.pad)
+        for axis in nodes:
+            if axis.parts:
+                whole = op_("align", Name(axis.name), pads[axis.name]) if axis.name in pads else Name(axis.name)
+                equations.append(Equation(whole, product(Name(p.name) for p in axis.parts)))
+        used = set(known)
+        for keyword, value in keywords.items():
+            expr = parse(value)
+            if keyword in known:
+                used |= set(names(expr))
+        for keyword, value in keywords.items():
+            expr = parse(value)
+            if keyword not in known and keyword not in used and not set(names(expr)) & used:
+                raise TypeError(f"{name}: {_unknown(keyword, known | set(_RULES))}")
+            equations.append(Equation(Name(keyword), expr))
+        self._set(name, axes, memory, _elements(dtype), sizes, equations, rules)
+        # An axis that a keyword sizes is that size everywhere: token is page_size, lane is 32.
+        self._set(*self._substituted({k: parse(v) for k, v in keywords.items() if k in known}), rules=rules)
+        _ = self.dims, self.tensor_dims  # a declaration that cannot be shown is refused here, not at its first use
+
+    def _set(
+        self,
+        name: str,
+        axes: tuple[Axis, ...],
+        memory: tuple[Group, ...],
+        elements: tuple[_dtypes.Element, ...],
+        sizes: Mapping[str, Expr],
+        equations: Sequence[Equation],
+        rules: Rules,
+    ) -> None:
+        kept: list[Equation] = []
+        for e in equations:
+            if e.left == e.right or e in kept:
+                continue
+            if not any(names(e.left)) and not any(names(e.right)):
+                _must_hold(name, e)
+                continue
+            kept.append(e)
+        values = dict(
+            name=name, axes=axes, memory=memory, elements=elements,
+            sizes=tuple(sizes.items()), equations=tuple(kept), rules=rules,
+        )  # fmt: skip
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    def _substituted(self, values: Mapping[str, Expr]) -> tuple[Any, ...]:
+        sizes = {axis: substitute(e, values) for axis, e in self.sizes}
+        equations = [
+            Equation(substitute(e.left, values), substitute(e.right, values), e.source) for e in self.equations
+        ]
+        return self.name, self.axes, self.memory, self.elements, sizes, equations
+
+    def __call__(self, **keywords: Any) -> Self:
+        """The layout with dims or rules replaced.
+
+        Raises ``TypeError`` for a keyword that is neither, :class:`LayoutError` for numbers that contradict each other.
+        """
+        changes = {k: keywords.pop(k) for k in (*_RULES, "dtype", "name") if k in keywords}
+        sizes = dict(self.sizes)
+        all_names = self._names
+        values: dict[str, Expr] = {}
+        extra: list[Equation] = []
+        for keyword, value in keywords.items():
+            if keyword not in all_names and keyword not in sizes:
+                raise TypeError(f"{self.name}: {_unknown(keyword, all_names | set(sizes) | set(_RULES))}")
+            expr = parse(value)
+            if keyword in all_names:
+                values[keyword] = expr
+            else:  # an axis whose size is an expression by now: token=64 says page_size == 64
+                extra.append(Equation(sizes[keyword], expr))
+        new = object.__new__(type(self))
+        fields = list(self._substituted(values))
+        fields[5] = [*fields[5], *extra]
+        rules = dataclasses.replace(
+            self.rules,
+            pitch=tuple((a, substitute(e, values), b) for a, e, b in self.rules.pitch),
+            base=substitute(self.rules.base, values),
+            align=tuple((a, substitute(e, values)) for a, e in self.rules.align),
+            pad=tuple((a, substitute(e, values)) for a, e in self.rules.pad),
+            public=tuple(_renamed(p, values) for p in self.rules.public),
+            default=tuple((n, v) for n, v in self.rules.default if n not in values),
+            view=self.rules.view
+            if not isinstance(self.rules.view, tuple)
+            else tuple(substitute(e, values) for e in self.rules.view),
+        )
+        if "dtype" in changes:
+            fields[3] = _elements(changes.pop("dtype"))
+        fields[0] = changes.pop("name", self.name)
+        new._set(*fields, rules=_rules(rules, changes, self.axes, self.name))
+        for axis, e, equation in plan((), new.equations):  # a number given for one name may fix others
+            value = _computed(new.name, e, {}, equation)
+            new._set(*new._substituted({axis: Const(value)}), rules=new.rules)
+        _ = new.dims, new.tensor_dims
+        return new
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        found = {n for _, e in self.sizes for n in names(e)}
+        found |= {n for e in self.equations for side in (e.left, e.right) for n in names(side)}
+        found |= {n for _, e, _ in self.rules.pitch for n in names(e)}
+        found |= {n for _, e in (*self.rules.align, *self.rules.pad) for n in names(e)}
+        found |= set(names(self.rules.base))
+        return frozenset(found)
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The names that are still open and that everything else follows from; top-level axes first."""
+        sizes = dict(self.sizes)
+        nodes = [a for axis in self.axes for a in axis.walk()]
+        axis_names = {a.name for a in nodes}
+        extra = [n for n in sorted(self._names) if n not in axis_names]
+        top = [n for axis in self.axes for n in names(sizes[axis.name])]
+        parts = [n for a in nodes for n in names(sizes[a.name])]
+        free: list[str] = []
+        follows: set[str] = {n for n, _ in self.rules.default}
+        for name in dict.fromkeys([*extra, *top, *self.rules.public, *parts]):
+            if name in follows or name not in self._names:
+                continue
+            free.append(name)
+            follows = {*free, *(n for n, _ in self.rules.default)}
+            follows |= {n for n, _, _ in plan(follows, self.equations)}
+        order = dict.fromkeys([*top, *extra, *parts])
+        return tuple(n for n in order if n in free)
+
+    @cached_property
+    def visible(self) -> tuple[str, ...]:
+        """The names that other arguments of a contract share: open dims, defaults and public parts."""
+        public = [n for p in self.rules.public for n in names(dict(self.sizes).get(p, Name(p)))]
+        return tuple(dict.fromkeys([*self.dims, *(n for n, _ in self.rules.default), *public]))
+
+    def with_names(self, rename: Mapping[str, str]) -> Self:
+        """The same layout with names replaced; used to keep one argument's private names apart from another's."""
+        return self(**{old: Name(new) for old, new in rename.items() if old in self._names})
+
+    # --- sizes -------------------------------------------------------------------------------------------------------
+
+    def size_of(self, axis: str) -> Expr:
+        """Logical size of an axis."""
+        return dict(self.sizes)[axis]
+
+    def memory_size(self, axis: str) -> Expr:
+        """Size of an axis in memory: rounded up where it is padded."""
+        size = self.size_of(axis)
+        pad = dict(self.rules.pad).get(axis)
+        return op_("align", size, pad) if pad is not None else size
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Undivided axes from outermost to innermost in memory."""
+        return tuple(leaf for group in self.memory for leaf in group)
+
+    @cached_property
+    def leaf_strides(self) -> dict[str, Expr]:
+        """Stride of every undivided axis in elements, as allocated."""
+        pitch = {axis: self._elements_of(e, in_bytes) for axis, e, in_bytes in self.rules.pitch}
+        strides: dict[str, Expr] = {}
+        running: Expr = Const(1)
+        for leaf in reversed(self.order):
+            strides[leaf] = pitch.get(leaf, running)
+            running = product([strides[leaf], self.memory_size(leaf)])
+        return strides
+
+    def _elements_of(self, size: Expr, in_bytes: bool) -> Expr:
+        return op_("/", size, Const(self.elements[0].itemsize)) if in_bytes else size
+
+    @cached_property
+    def span(self) -> Expr:
+        """Elements from the first to the end of the last, padding and gaps included."""
+        if not self.order:
+            return Const(1)
+        outer = self.order[0]
+        return product([self.leaf_strides[outer], self.memory_size(outer)])
+
+    def packed(self, leaf: str) -> bool:
+        """Whether the stride of an undivided axis is part of the layout, rather than free."""
+        dense = self._dense
+        return dense is None or leaf in dense or leaf in {axis for axis, _, _ in self.rules.pitch}
+
+    @cached_property
+    def _dense(self) -> frozenset[str] | None:
+        if self.rules.dense is None:
+            return None
+        groups = expand(parse_groups(self.rules.dense), self.axes, self.rules.dense)
+        dense = [leaf for group in groups for leaf in group]
+        inner = self.order[len(self.order) - len(dense) :]
+        if set(inner) != set(dense):
+            raise TypeError(f"{self.name}: dense={self.rules.dense!r} must name the innermost axes, {' '.join(inner)}")
+        return frozenset(dense)
+
+    def adjacent(self, outer: str, inner: str) -> bool:
+        """Whether two undivided axes are next to each other in memory without a gap, and so can be one."""
+        at = self.order.index(outer)
+        padded = {a for a, _ in self.rules.pad}
+        pitched = {a for a, _, _ in self.rules.pitch}
+        return self.order[at + 1 : at + 2] == (inner,) and outer not in pitched and inner not in padded
+
+    @cached_property
+    def tensor_dims(self) -> tuple[Dim, ...]:
+        """The dimensions of a tensor that shows this layout, in its order."""
+        view = self.rules.view
+        if isinstance(view, tuple):
+            return self._declared_dims(view)
+        if view is None:
+            shown = [(" ".join(g) if len(g) == 1 else f"({' '.join(g)})", g, g) for g in self.memory]
+            size_of = self.memory_size
+        else:
+            groups = parse_groups(view)
+            leaves = expand(groups, self.axes, view)
+            covered = [leaf for g in leaves for leaf in g]
+            if sorted(covered) != sorted(self.order):
+                raise TypeError(f"{self.name}: view {view!r} must show every part of the memory once")
+            shown = [
+                (g[0] if len(g) == 1 else f"({' '.join(g)})", g, parts)
+                for g, parts in zip(groups, leaves, strict=True)
+            ]
+            size_of = self.size_of
+        dims = []
+        for label, group, leaves_ in shown:
+            size = product(size_of(n) for n in group)
+            for outer, inner in zip(leaves_, leaves_[1:], strict=False):
+                if not self.adjacent(outer, inner):
+                    raise TypeError(
+                        f"{self.name}: {label} cannot be shown as one dimension: {outer} and {inner} are not adjacent "
+                        f"in memory ({' '.join(self.order)})"
+                    )
+            if any(n in dict(self.rules.pad) for n in group) and len(leaves_) > 1 and view is not None:
+                raise TypeError(f"{self.name}: {label} is padded and split, so no stride shows it as one dimension")
+            innermost = leaves_[-1]
+            if self.packed(innermost):
+                dims.append(Dim(label, size, self.leaf_strides[innermost]))
+            else:
+                dims.append(Dim(label, size, None, self.leaf_strides[innermost]))
+        return tuple(dims)
+
+    def _declared_dims(self, sizes: tuple[Expr, ...]) -> tuple[Dim, ...]:
+        running: Expr = Const(1)
+        dims = []
+        for size in reversed(sizes):
+            dims.append(Dim(brief(size), size, running))
+            running = product([running, size])
+        return tuple(reversed(dims))
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether ``is_contiguous()`` is enough to accept the strides of a tensor that shows this layout."""
+        return isinstance(self.rules.view, tuple) or (
+            not self.rules.pitch and tuple(g for d in self._view_leaves for g in d) == self.order and not self._padded_view
+        )
+
+    @cached_property
+    def _view_leaves(self) -> tuple[Group, ...]:
+        if self.rules.view is None or isinstance(self.rules.view, tuple):
+            return self.memory
+        return expand(parse_groups(self.rules.view), self.axes, self.rules.view)
+
+    @property
+    def _padded_view(self) -> bool:
+        return bool(self.rules.pad) and self.rules.view is not None
+
+    # --- solving -----------------------------------------------------------------------------------------------------
+
+    def solve(self, **known: int) -> dict[str, int]:
+        """Every size that follows from the given ones.
+
+        Raises :class:`LayoutError` where they contradict each other, ``TypeError`` for a name the layout does not have
+        or a size that does not follow.
+        """
+        solved = self._solve(known)
+        missing = [n for n in self._names if n not in solved]
+        if missing:
+            open_ = [d for d in self.dims if d not in solved]
+            raise TypeError(f"{self.name}: {', '.join(open_ or sorted(missing))} must be given; got {known or 'nothing'}")
+        return solved
+
+    def _solve(self, known: Mapping[str, int]) -> dict[str, int]:
+        if unknown := [n for n in known if n not in self._names]:
+            raise TypeError(f"{self.name}: {_unknown(unknown[0], self._names)}")
+        values = dict(known)
+        for defaults in ({}, dict(self.rules.default)):
+            for name, value in defaults.items():
+                values.setdefault(name, value)
+            for name, expr, equation in plan(values, self.equations):
+                values[name] = _computed(self.name, expr, values, equation)
+        for equation in self.equations:
+            if {n for side in (equation.left, equation.right) for n in names(side)} <= set(values):
+                _must_hold(self.name, equation, values)
+        for name, value in values.items():
+            if value < 0:
+                raise LayoutError(
+                    self.name, [Violation(name, "relation", f"{name} >= 0", f"{value}", headline=f"{name} is negative")]
+                )
+        return values
+
+    @cached_property
+    def concrete(self) -> bool:
+        """Whether every size is known."""
+        return not self.dims
+
+    def _number(self, expr: Expr) -> int:
+        if not self.concrete:
+            raise TypeError(f"{self.name} is open in {', '.join(self.dims)}: give them, {self.name}(...={{number}})")
+        return int(evaluate(expr, self.values))
+
+    @cached_property
+    def values(self) -> dict[str, int]:
+        """Every named size of a concrete layout."""
+        return self.solve()
+
+    def values_of(self, axis: str) -> int:
+        """Logical size of an axis of a concrete layout."""
+        return self._number(self.size_of(axis))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that shows this layout, in elements."""
+        return tuple(self._number(d.size) for d in self.tensor_dims)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of that tensor as allocated, in elements."""
+        return tuple(self._number(d.stride or d.inner or Const(1)) for d in self.tensor_dims)
+
+    @property
+    def numel(self) -> int:
+        """Elements of memory, padding and gaps included."""
+        return self._number(self.span)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, padding and gaps included."""
+        return self.numel * self.elements[0].itemsize
+
+    @property
+    def padding(self) -> int:
+        """Elements of memory that no coordinate maps to."""
+        logical = math.prod(self._number(self.size_of(a.name)) for a in self.axes)
+        return self.numel - logical
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype that is allocated."""
+        return self.elements[0].torch
+
+    @cached_property
+    def accepted(self) -> tuple[torch.dtype, ...]:
+        """Every torch dtype that may carry the elements."""
+        own = [e.torch for e in self.elements]
+        return tuple(dict.fromkeys([*own, *(c for e in self.elements for c in e.carriers), *self.rules.accept]))
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def empty(self, *, device: Any = None, dtype: Any = None) -> torch.Tensor:
+        """A new tensor of a concrete layout, filled by its own rule.
+
+        Without a ``fill`` rule the contents are undefined, as with ``torch.empty``.
+        """
+        element = self._chosen(dtype)
+        storage = torch.empty(self.numel, dtype=element.torch, device=device)
+        if self.rules.fill is not None:
+            fill_(storage, self.rules.fill)
+        return self._show(storage)
+
+    def view(self, raw: torch.Tensor, *, offset: int = 0, dtype: Any = None) -> torch.Tensor:
+        """This layout over memory that somebody else allocated: ``raw`` is dense, ``offset`` counts its bytes.
+
+        Nothing is written. Raises :class:`LayoutError` if the memory is too small or not aligned to the element.
+        """
+        element = self._chosen(dtype)
+        room = raw.numel() * raw.element_size() - offset
+        if not raw.is_contiguous():
+            raise _raw_error(self.name, "stride", "dense memory", f"strides {tuple(raw.stride())}")
+        if offset < 0 or room < self.nbytes:
+            raise _raw_error(
+                self.name, "shape", f"{self.nbytes} bytes from byte {offset}", f"{max(room, 0)} bytes in {len(raw)} rows"
+                if raw.dim() > 1 else f"{max(room, 0)} bytes"
+            )  # fmt: skip
+        if offset % element.itemsize:
+            raise _raw_error(
+                self.name, "alignment", f"offset % {element.itemsize} == 0 for {element}", f"offset {offset}"
+            )
+        bytes_ = raw.reshape(-1).view(torch.uint8)[offset : offset + self.nbytes]
+        return self._show(bytes_.view(element.torch))
+
+    def _chosen(self, dtype: Any) -> _dtypes.Element:
+        if dtype is None:
+            return self.elements[0]
+        element = _dtypes.element(dtype)
+        if element.torch not in self.accepted:
+            raise TypeError(f"{self.name} holds {' or '.join(map(str, self.elements))}, not {element}")
+        return element
+
+    def _show(self, storage: torch.Tensor) -> torch.Tensor:
+        base = self._number(self._elements_of(self.rules.base, True))
+        return storage.as_strided(self.shape, self.strides, storage.storage_offset() + base)
+
+    # --- the map: see _index -----------------------------------------------------------------------------------------
+
+    def offset(self, **coordinates: Any) -> Any:
+        """Offset in elements of the element at the coordinates (ints, numpy arrays or torch tensors).
+
+        Any cut through the tree of axes is a set of coordinates: ``slot``, or ``page`` and ``token``.
+        """
+        from layoutcheck import _index
+
+        return _index.offset(self, coordinates)
+
+    def pack(self, logical: torch.Tensor) -> torch.Tensor:
+        """A new buffer that holds ``logical``, a tensor of the top-level axes in logical order. Reference, pure torch."""
+        from layoutcheck import _index
+
+        return _index.pack(self, logical)
+
+    def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The logical tensor that a buffer of this layout holds, padding dropped. Reference, pure torch."""
+        from layoutcheck import _index
+
+        return _index.unpack(self, buffer)
+
+    def offset_fn(self, *coordinates: str, name: str, strides: Sequence[str] = ()) -> Any:
+        """A ``@triton.jit`` function that maps coordinates to offsets; see :func:`layoutcheck._index.offset_fn`."""
+        from layoutcheck import _index
+
+        return _index.offset_fn(self, coordinates, name, tuple(strides))
+
+    def check(self, tensor: torch.Tensor, **known: int) -> dict[str, int]:
+        """Raise :class:`LayoutError` unless ``tensor`` has this layout; return the sizes that it was solved for."""
+        from layoutcheck import _contract
+
+        return _contract.check_tensor(self, tensor, known)
+
+    # --- identity ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the declaration: equal declarations, in any process, have equal fingerprints."""
+        return _digest(
+            [str(a) for a in self.axes],
+            self.memory,
+            [str(e) for e in self.elements],
+            [(n, brief(e)) for n, e in self.sizes],
+            sorted(str(e) for e in self.equations),
+            [self.rules.view if not isinstance(self.rules.view, tuple) else [brief(e) for e in self.rules.view]],
+            [(f, str(getattr(self.rules, f))) for f in ("dense", "offsets", "fill", "accept")],
+            [(a, brief(e), b) for a, e, b in self.rules.pitch],
+            brief(self.rules.base),
+            [(a, brief(e)) for a, e in (*self.rules.align, *self.rules.pad)],
+        )
+
+    @cached_property
+    def map_fingerprint(self) -> str:
+        """Digest of a concrete layout's bytes: equal wherever two layouts put the same elements at the same places."""
+        from layoutcheck import _index
+
+        return _digest(_index.coalesced(self), [str(e) for e in self.elements], self.numel)
+
+    def __str__(self) -> str:
+        order = " ".join(f"({' '.join(g)})" if len(g) > 1 else g[0] for g in self.memory)
+        return f"{' '.join(map(str, self.axes))} -> {order}"
+
+    def __repr__(self) -> str:
+        if self.concrete:
+            return f"<{self.name} {self.shape} {'|'.join(map(str, self.elements))}>"
+        return f"<{self.name}: {self}; {'|'.join(map(str, self.elements))}; open: {', '.join(self.dims)}>"
+
+
+class Choose:
+    """One of several layouts, by a condition on the dims of the call.
+
+    ``Choose({"page_size == 128": MXFP8_SCALE_INTERLEAVED}, default=MXFP8_SCALE_FLAT)``: the first condition that holds
+    decides. Without a default, a call for which none holds breaks a relation.
+    """
+
+    def __init__(self, cases: Mapping[str, Layout], default: Layout | None = None) -> None:
+        from layoutcheck._dims import parse_condition
+
+        self.cases = tuple((parse_condition(text), layout) for text, layout in cases.items())
+        self.default = default
+
+    def pick(self, values: Mapping[str, Any]) -> Layout:
+        """The layout for these dims. Raises :class:`LayoutError` where no condition holds."""
+        for condition, layout in self.cases:
+            if evaluate(condition, values):
+                return layout
+        if self.default is None:
+            wanted = " or ".join(brief(c) for c, _ in self.cases)
+            raise LayoutError("Choose", [Violation("", "relation", wanted, str(dict(values)))])
+        return self.default
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Every layout that may be picked."""
+        own = tuple(layout for _, layout in self.cases)
+        return own if self.default is None else (*own, self.default)
+
+    def __call__(self, **keywords: Any) -> Choose:
+        """The same choice between layouts with dims or rules replaced."""
+        new = object.__new__(Choose)
+        values = {k: parse(v) for k, v in keywords.items() if k not in _RULES and k not in ("dtype", "name")}
+        new.cases = tuple((substitute(c, values), layout(**keywords)) for c, layout in self.cases)
+        new.default = None if self.default is None else self.default(**keywords)
+        return new
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Choose) and (self.cases, self.default) == (other.cases, other.default)
+
+    def __hash__(self) -> int:
+        return hash((self.cases, self.default))
+
+    def __repr__(self) -> str:
+        cases = ", ".join(f"{brief(c)!r}: {layout.name}" for c, layout in self.cases)
+        return f"Choose({{{cases}}}" + (f", default={self.default.name})" if self.default else ")")
+
+
+def fill_(tensor: torch.Tensor, code: int) -> None:
+    """Fill by code for one-byte elements (torch cannot fill every float8), by value for wider ones."""
+    if tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(code)
+    else:
+        tensor.fill_(code)
+
+
+def _rules(old: Rules, new: Mapping[str, Any], axes: tuple[Axis, ...], context: str) -> Rules:
+    known = {a.name for axis in axes for a in axis.walk()}
+    changes: dict[str, Any] = {}
+    for keyword, value in new.items():
+        match keyword:
+            case "view":
+                changes[keyword] = tuple(parse(v) for v in value) if isinstance(value, tuple) else value
+            case "pitch":
+                changes[keyword] = tuple((a, *_pitch(v)) for a, v in (value or {}).items())
+            case "base":
+                changes[keyword] = _pitch(value)[0]
+            case "align":
+                items = value if isinstance(value, Mapping) else {"base": value}
+                changes[keyword] = tuple((a, parse(v)) for a, v in items.items())
+            case "pad":
+                changes[keyword] = tuple((a, parse(v)) for a, v in value.items())
+            case "default":
+                changes[keyword] = tuple(value.items())
+            case "public":
+                changes[keyword] = (value,) if isinstance(value, str) else tuple(value)
+            case "accept":
+                items = value if isinstance(value, tuple | list) else (value,)
+                changes[keyword] = tuple(_dtypes.element(v).torch for v in items)
+            case "offsets":
+                if value not in ("int32", "int64"):
+                    raise TypeError(f"{context}: offsets={value!r} is neither 'int32' nor 'int64'")
+                changes[keyword] = value
+            case _:
+                changes[keyword] = value
+    for keyword in ("pitch", "pad", "align"):
+        for axis, *_ in changes.get(keyword, ()):
+            if axis not in known and (keyword, axis) != ("align", "base"):
+                raise TypeError(f"{context}: {keyword} names {axis!r}; the axes are {', '.join(sorted(known))}")
+    return dataclasses.replace(old, **changes)
+
+
+def _pitch(value: Any) -> tuple[Expr, bool]:
+    if isinstance(value, str) and value.endswith(BYTES):
+        return parse(value.removesuffix(BYTES)), True
+    return parse(value), False
+
+
+def _elements(dtype: Any) -> tuple[_dtypes.Element, ...]:
+    items = dtype if isinstance(dtype, tuple | list) else (dtype,)
+    return tuple(_dtypes.element(d) for d in items)
+
+
+def _renamed(name: str, values: Mapping[str, Expr]) -> str:
+    new = values.get(name)
+    return new.name if isinstance(new, Name) else name
+
+
+def _unknown(keyword: str, known: frozenset[str] | set[str]) -> str:
+    close = difflib.get_close_matches(keyword, known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{keyword!r} is neither a rule nor a size of this layout ({', '.join(sorted(known - set(_RULES)))}){hint}"
+
+
+def _computed(name: str, expr: Expr, values: Mapping[str, int], equation: Equation) -> int:
+    try:
+        return int(evaluate(expr, values))
+    except Inexact as error:
+        raise LayoutError(
+            name, [Violation(brief(equation.left), "relation", str(equation), str(error), headline=str(error))]
+        ) from None
+
+
+def _must_hold(name: str, equation: Equation, values: Mapping[str, int] | None = None) -> None:
+    values = values or {}
+    try:
+        left, right = evaluate(equation.left, values), evaluate(equation.right, values)
+    except Inexact as error:
+        raise LayoutError(
+            name, [Violation(brief(equation.left), "relation", str(equation), str(error), headline=str(error))]
+        ) from None
+    if left != right:
+        raise LayoutError(
+            name,
+            [
+                Violation(
+                    brief(equation.left), "relation", str(equation), f"{left} and {right}",
+                    headline=f"{equation} does not hold: {left} and {right}",
+                )
+            ],
+        )  # fmt: skip
+
+
+def _raw_error(name: str, rule: Any, expected: str, got: str) -> LayoutError:
+    return LayoutError(name, [Violation("raw", rule, expected, got, headline=f"raw cannot hold {name}")])
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

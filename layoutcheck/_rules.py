@@ -1,0 +1,151 @@
+"""What a contract may say beyond the shape of its arguments. Each is a small frozen value; checking is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from layoutcheck._dims import Expr, brief, parse, parse_condition
+
+
+@dataclass(frozen=True, init=False)
+class Index:
+    """The values of an index tensor: each in ``[start, stop)``, or skipped.
+
+    ``stop`` is a size, usually a dim's name: ``Index("slot")``. ``skip`` is a comparison that marks values the kernel
+    ignores: ``skip="<= 0"``, ``skip="== -1"``. ``unique``: no value that is not skipped may occur twice. Checked in
+    ``values`` mode.
+    """
+
+    stop: Expr
+    start: Expr
+    skip: str | None
+    unique: bool
+
+    def __init__(self, stop: str | int, *, start: str | int = 0, skip: str | None = None, unique: bool = False) -> None:
+        if skip is not None:
+            parse_condition(f"index {skip}")
+        for field, value in dict(stop=parse(stop), start=parse(start), skip=skip, unique=unique).items():
+            object.__setattr__(self, field, value)
+
+
+@dataclass(frozen=True, init=False)
+class Indptr:
+    """A prefix sum: starts at 0, never decreases, ends at ``stop`` (at most there, if ``capacity``).
+
+    ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. Checked in ``values`` mode.
+    """
+
+    stop: Expr
+    capacity: bool
+
+    def __init__(self, stop: str | int, *, capacity: bool = False) -> None:
+        object.__setattr__(self, "stop", parse(stop))
+        object.__setattr__(self, "capacity", capacity)
+
+
+@dataclass(frozen=True)
+class Writes:
+    """The callable changes this argument: the whole buffer, or only the rows that the index argument ``at`` selects.
+
+    An argument without it must come back untouched. A buffer that is written must not share an element with itself.
+    """
+
+    at: str | None = None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A comparison of dims and arguments that must hold."""
+
+    expr: Expr
+
+    def __str__(self) -> str:
+        return brief(self.expr)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Arguments that must be given."""
+
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Forbids:
+    """Arguments that must be None."""
+
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Arguments that are given all, or none of them."""
+
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NoOverlap:
+    """Tensors that must not share memory."""
+
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class When:
+    """Rules that hold only where a condition does."""
+
+    condition: Condition
+    rules: tuple[Rule, ...]
+
+
+Rule = Condition | Needs | Forbids | Together | NoOverlap | When
+
+
+def needs(*arguments: str) -> Needs:
+    """These arguments must be given; mostly inside :func:`when`."""
+    return Needs(_names(arguments))
+
+
+def forbids(*arguments: str) -> Forbids:
+    """These arguments must be None: given and ignored is a mistake as well."""
+    return Forbids(_names(arguments))
+
+
+def together(*arguments: str) -> Together:
+    """These arguments are given all, or none of them."""
+    return Together(_names(arguments))
+
+
+def no_overlap(*arguments: str) -> NoOverlap:
+    """These tensors must not share memory."""
+    return NoOverlap(_names(arguments))
+
+
+def when(condition: str, *rules: str | Rule) -> When:
+    """Rules that hold where ``condition`` does: ``when("dtype(k_cache) == e4m3", needs("q_scale"))``."""
+    if not rules:
+        raise TypeError(f"when({condition!r}) has no rules: say what must hold then")
+    return When(Condition(parse_condition(condition)), tuple(as_rule(r) for r in rules))
+
+
+def as_rule(rule: str | Rule) -> Rule:
+    """A rule from text or a rule."""
+    return Condition(parse_condition(rule)) if isinstance(rule, str) else rule
+
+
+def flatten(rules: tuple[Rule, ...], under: tuple[Condition, ...] = ()) -> Iterator[tuple[tuple[Condition, ...], Rule]]:
+    """Each rule that is not a ``when``, with the conditions under which it holds."""
+    for rule in rules:
+        if isinstance(rule, When):
+            yield from flatten(rule.rules, (*under, rule.condition))
+        else:
+            yield under, rule
+
+
+def _names(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    for name in arguments:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TypeError(f"{name!r} is not the name of an argument")
+    return arguments
