@@ -1,0 +1,17 @@
+"""Triton kernels with contracts. Importing this package imports triton; on a CPU set ``TRITON_INTERPRET=1`` before."""
+
+from layoutcheck.kernels._interpreter import correct_interpreter
+
+correct_interpreter()
+
+from layoutcheck.kernels.move import load_scales, move_slots, store_rows, store_scales  # noqa: E402
+from layoutcheck.kernels.quantize import quantize_mxfp8, quantize_store_kv_mxfp8  # noqa: E402
+
+__all__ = [
+    "load_scales",
+    "move_slots",
+    "quantize_mxfp8",
+    "quantize_store_kv_mxfp8",
+    "store_rows",
+    "store_scales",
+]

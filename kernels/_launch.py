@@ -6,14 +6,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
+import triton
 
 __all__ = ["interpreted", "launch", "raw"]
 
 
 def interpreted(kernel: Any) -> bool:
     """Whether a kernel was defined under ``TRITON_INTERPRET=1``."""
-    return isinstance(kernel, InterpretedFunction)
+    return not isinstance(kernel, triton.JITFunction)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **meta: Any) -> None:

@@ -10,25 +10,26 @@ from typing import Annotated, Literal
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from layoutcheck import E4M3, Choose, Index, Layout, Writes, contract
+from jaxtyping import Float
 from layoutcheck.kernels._launch import launch, raw
 from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
+from torch import Tensor
+
+from layoutcheck import E4M3, Choose, Index, Layout, LayoutError, Violation, Writes, contract, when
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 from layoutcheck.layouts.paged import PAGED_NHD
 from layoutcheck.layouts.rows import ROWS_THD
-from layoutcheck.layouts.scale import SCALE_128X4, SCALE_LINEAR
+from layoutcheck.layouts.scale import SCALE_128X4
 
 # A cache as sglang keeps it: one dense [slot, head, head_dim] tensor.
 CACHE = PAGED_NHD(dtype=E4M3, view="slot head head_dim", pitch={})
+LOC = Layout("loc", "token -> token", dtype=torch.int64, dense="")
 SCALES = Choose({"scale_layout == 'interleaved'": MXFP8_SCALE_INTERLEAVED, "scale_layout == 'flat'": MXFP8_SCALE_FLAT})
 
 row_offset = ROWS_THD.offset_fn("token", "head", "head_dim", name="row_offset", strides=("token", "head"))
 cache_offset = CACHE.offset_fn("slot", "head", "head_dim", name="cache_offset")
 interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn("slot", "head", "group", name="interleaved_offset")
 flat_offset = MXFP8_SCALE_FLAT.offset_fn("slot", "head", "group", name="flat_offset")
-linear_offset = SCALE_LINEAR.offset_fn("row", "col", name="linear_offset")
 tiled_offset = SCALE_128X4.offset_fn("row", "col", name="tiled_offset")
 
 
@@ -87,7 +88,7 @@ def _store_kv_kernel(
 def quantize_store_kv_mxfp8(
     k: Annotated[Tensor, ROWS_THD],
     v: Annotated[Tensor, ROWS_THD(head_dim="v_head_dim")],
-    loc: Annotated[Tensor, Layout("loc", "token -> token", dtype=torch.int64, dense=""), Index("slot", skip="<= 0")],
+    loc: Annotated[Tensor, LOC, Index("slot", skip="<= 0")],
     k_cache: Annotated[Tensor, CACHE, Writes(at="loc")],
     v_cache: Annotated[Tensor, CACHE(head_dim="v_head_dim"), Writes(at="loc")],
     k_scale: Annotated[Tensor, SCALES, Writes(at="loc")],
@@ -121,3 +122,121 @@ def quantize_store_kv_mxfp8(
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_V=triton.next_power_of_2(v_head_dim), TILE=tile,
         INTERLEAVED=scale_layout == "interleaved",
     )  # fmt: skip
+
+
+@triton.jit
+def _quantize_kernel(
+    x, values, scale, tokens, scale_tokens, token_stride, head_stride,
+    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr,
+    SCALES: tl.constexpr, FLOOR: tl.constexpr,
+):  # fmt: skip
+    GROUPS: tl.constexpr = BLOCK_D // BLOCK
+    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    group = tl.arange(0, GROUPS)[None, :]
+    inside = (token < tokens)[:, None] & (d < HEAD_DIM)
+    rows = tl.load(
+        x + row_offset(token[:, None], head, d, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride), inside, other=0.0
+    )
+    blocks = tl.reshape(rows, (TILE, GROUPS, BLOCK))
+    byte = scale_byte(tl.max(abs_bits(blocks), axis=2), FLOOR)
+    quantized = payload(blocks, tl.expand_dims(inverse_scale(byte), 2))
+    at = cache_offset(token[:, None], head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
+    tl.store(values + at, tl.reshape(quantized, (TILE, BLOCK_D)), inside)
+    # Padding rows and columns of the tiles are written too: the hardware reads them.
+    live = (token < tokens)[:, None] & (group * BLOCK < HEAD_DIM)
+    byte = tl.where(live, byte, 0)
+    if SCALES == "128x4":
+        COL: tl.constexpr = HEAD_DIM // BLOCK
+        at = tiled_offset(token[:, None], group, COL=COL)
+        tl.store(scale + at, byte.to(tl.uint8), (token < scale_tokens)[:, None] & (group < (COL + 3) // 4 * 4))
+    elif SCALES == "interleaved":
+        at = interleaved_offset(token[:, None], head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        tl.store(scale + at, byte.to(tl.uint8), live)
+    else:
+        at = flat_offset(token[:, None], head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
+        tl.store(scale + at, byte.to(tl.uint8), live)
+
+
+@contract(
+    "dtype(x) in (bf16, fp16, fp32)",
+    "head_dim % 32 == 0",
+    when("scale_layout == 'interleaved'", "page_size % 32 == 0"),
+)
+def quantize_mxfp8(
+    x: Float[Tensor, "*batch head_dim"],
+    *,
+    scale_layout: Literal["linear", "128x4", "interleaved"] = "linear",
+    page_size: int = 128,
+    rounding: Literal["rceil", "floor"] = "rceil",
+) -> tuple[Tensor, Tensor]:
+    """Quantise to MXFP8: e4m3 payload and one E8M0 scale per 32 elements along head_dim.
+
+    ``x`` (*batch, head_dim): bf16, fp16 or fp32; head_dim packed, head_dim % 32 == 0. Returns the payload (*batch, head_dim)
+    and the scales:
+
+    - ``"linear"``: (*batch, head_dim / 32), ``scale.linear``;
+    - ``"128x4"``: (rt, ct, 32, 4, 4), ``scale.128x4`` of the matrix (prod(batch), head_dim / 32), padding written as 0;
+    - ``"interleaved"``: (page, head, 32, page_size / 32, head_dim / 32), ``mxfp8.interleaved``, where x is (slot, head,
+      head_dim) and holds whole pages.
+
+    ``rounding="rceil"`` takes the smallest scale with which no finite element saturates; ``"floor"`` is OCP MX v1.0's rule,
+    with which about a fifth of all blocks saturates. Numbers as :mod:`layoutcheck.kernels._mxfp8` says. Raises
+    :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
+    """
+    head_dim = x.shape[-1]
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    if scale_layout == "interleaved":
+        rows = _three_dims(x)
+        layout = MXFP8_SCALE_INTERLEAVED(
+            slot=rows.shape[0], head=rows.shape[1], head_dim=head_dim, page_size=page_size
+        )
+        scale = torch.empty(layout.shape, dtype=torch.float8_e8m0fnu, device=x.device)
+        scale_rows = rows.shape[0]
+    else:
+        rows = _matrix(x)
+        scale_rows = rows.shape[0]
+        if scale_layout == "128x4":
+            tiles = SCALE_128X4(row=scale_rows, col=head_dim // 32)
+            scale = torch.empty(tiles.shape, dtype=torch.float8_e8m0fnu, device=x.device)
+            scale_rows = tiles.shape[0] * 128
+        else:
+            scale = torch.empty((*x.shape[:-1], head_dim // 32), dtype=torch.float8_e8m0fnu, device=x.device)
+    if scale.numel() == 0:
+        return values, scale
+    heads = rows.shape[1]
+    tile = 16
+    launch(
+        _quantize_kernel, (triton.cdiv(scale_rows, tile), heads), x,
+        rows, values, raw(scale), rows.shape[0], scale_rows, rows.stride(0), rows.stride(1),
+        HEAD=heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_D=triton.next_power_of_2(head_dim), TILE=tile,
+        SCALES=scale_layout, FLOOR=rounding == "floor",
+    )  # fmt: skip
+    return values, scale
+
+
+def _three_dims(x: Tensor) -> Tensor:
+    """x as (slot, head, head_dim), checked against ``rows.thd``."""
+    ROWS_THD(dtype=x.dtype).check(x)
+    return x
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x as (row, 1, head_dim), with one stride for all rows; never a copy."""
+    try:
+        rows = x.view(-1, 1, x.shape[-1]) if x.numel() else x.new_empty(0, 1, x.shape[-1])
+    except RuntimeError:
+        rows = None
+    if rows is None or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        raise LayoutError(
+            "quantize_mxfp8",
+            [
+                Violation(
+                    "x", "stride", "rows of packed elements, one pitch for all rows", str(tuple(x.stride())),
+                    "x is a view whose rows have no single pitch", "pass x.contiguous(), which copies it",
+                    headline="x cannot be read as a matrix of rows",
+                )
+            ],
+        )  # fmt: skip
+    return rows

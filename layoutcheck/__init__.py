@@ -1,6 +1,7 @@
 """Declare the layout of a GPU kernel's buffers once; derive allocation, launch guards, index maps and tests from it."""
 
 from layoutcheck import layouts
+from layoutcheck._choose import Choose
 from layoutcheck._contract import Contract, contract, guard
 from layoutcheck._dtypes import (
     BF16,
@@ -16,8 +17,43 @@ from layoutcheck._dtypes import (
     UINT8,
 )
 from layoutcheck._errors import LayoutError, Violation
-from layoutcheck._layout import Choose, Layout
+from layoutcheck._layout import Layout
 from layoutcheck._mode import mode
+from layoutcheck._pool import Pool
 from layoutcheck._record import Record
 from layoutcheck._rules import Index, Indptr, Writes, forbids, needs, no_overlap, together, when
 from layoutcheck.layouts import layout
+
+__all__ = [
+    "BF16",
+    "E4M3",
+    "E4M3FNUZ",
+    "E5M2",
+    "E8M0",
+    "FP16",
+    "FP32",
+    "INT8",
+    "INT32",
+    "INT64",
+    "UINT8",
+    "Choose",
+    "Contract",
+    "Index",
+    "Indptr",
+    "Layout",
+    "LayoutError",
+    "Pool",
+    "Record",
+    "Violation",
+    "Writes",
+    "contract",
+    "forbids",
+    "guard",
+    "layout",
+    "layouts",
+    "mode",
+    "needs",
+    "no_overlap",
+    "together",
+    "when",
+]

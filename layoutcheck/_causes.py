@@ -59,29 +59,37 @@ def _counted_in_wholes(
     if not isinstance(size, Name) or not isinstance(expected[i], int):
         return
     step = e.origin.get(size.name)
-    wholes = {form.parts.get(size.name, "")} | set(names(step.expr) if step is not None and step.expr is not None else ())
+    wholes = {form.parts.get(size.name, "")} | set(
+        names(step.expr) if step is not None and step.expr is not None else ()
+    )
     for whole in sorted(wholes):
         if e.values.get(whole) == actual[i] and whole != size.name:
             part, label = size.name.rpartition(".")[2], whole.rpartition(".")[2]
             yield (
-                f"{form.labels[i]} counts {part}s ({expected[i]}); {actual[i]} is the number of {label}s: one entry per "
-                f"{label} instead of one per {part}",
+                f"{form.labels[i]} counts {part}s ({expected[i]}); {actual[i]} is the number of {label}s: one entry "
+                f"per {label} instead of one per {part}",
                 f"allocate one entry per {part}: {e.wanted(spec, form)}",
             )
 
 
-def _one_dim(e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
+def _one_dim(
+    e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
+) -> Iterator[Found]:
     """Solve the argument's form for each dim of the call in turn, all others kept."""
     if len(actual) != len(form.sizes) or form.variadic or form.layout is None:
         return
     seen = [Equation(s, Const(a)) for s, a in zip(form.sizes, actual, strict=True) if s is not None]
     equations = [*(s.equation for s in e.contract.steps if s.equation is not None), *form.equations]
-    equations = [q for q in dict.fromkeys(equations) if not any(".shape[" in n for n in (*names(q.left), *names(q.right)))]
+    equations = [
+        q for q in dict.fromkeys(equations) if not any(".shape[" in n for n in (*names(q.left), *names(q.right)))
+    ]
     roots = [s for s in e.contract.steps if s.kind in ("scalar", "shape", "default") and s.name in e.values]
     for root in roots:
         if root.argument == spec.name or "." in root.name:
             continue
-        known = {s.name: e.values[s.name] for s in roots if s is not root and s.argument != spec.name and "." not in s.name}
+        known = {
+            s.name: e.values[s.name] for s in roots if s is not root and s.argument != spec.name and "." not in s.name
+        }
         solved = _consistent(known, [*seen, *equations])
         now = e.values[root.name]
         if solved is None or root.name not in solved or solved[root.name] == now:
@@ -117,7 +125,9 @@ def _consistent(known: Mapping[str, int], equations: list[Equation]) -> dict[str
     return values
 
 
-def _permuted(e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
+def _permuted(
+    e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
+) -> Iterator[Found]:
     wanted = list(expected)
     if len(actual) != len(wanted) or any(not isinstance(w, int) for w in wanted) or form.variadic:
         return

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from layoutcheck import _mode
-from layoutcheck._contract import Contract, Step
+from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Expr, Name, Op, divisions, names, source
 from layoutcheck._dtypes import Element
 from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._solve import Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
 
 INT32_MAX = 2**31 - 1
@@ -129,9 +130,8 @@ class _Writer:
             if index is None:
                 tests.append(f"(_compiling() or {x}.data_ptr() % {_atom(self.size(size))} == 0)")
             else:
-                tests.append(
-                    f"({x}.shape[{index}] <= 1 or {x}.stride({index}) * {x}.element_size() % {_atom(self.size(size))} == 0)"
-                )
+                pitch = f"{x}.stride({index}) * {x}.element_size() % {_atom(self.size(size))}"
+                tests.append(f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
         if form.int32:
             reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in range(len(form.sizes)))
             tests.append(f"({x}.numel() == 0 or {reach or 0} <= {INT32_MAX})")
@@ -158,7 +158,9 @@ class _Writer:
             wanted = ", ".join(self.size(s) for s in sizes if s is not None)
             return [*exact, f"{x}.shape == ({wanted}{',' if len(sizes) == 1 else ''})"]
         tests = [
-            f"{x}.shape[{i}] == {self.size(s)}" for i, s in enumerate(sizes) if s is not None and f"{x}:{i}" not in bound
+            f"{x}.shape[{i}] == {self.size(s)}"
+            for i, s in enumerate(sizes)
+            if s is not None and f"{x}:{i}" not in bound
         ]
         rank = [] if fresh else [f"len({x}.shape) == {len(sizes)}"]  # unpacking the shape has checked the rank
         return [*rank, *exact, *tests]
@@ -191,7 +193,7 @@ def free_inner(form: Form, index: int) -> int | None:
     """The dimension next inside a free one, where its stride is free as well; None where the declared extent holds."""
     assert form.layout is not None
     order = form.layout.order
-    leaves = [g[0] for g in form.layout._view_leaves], [g[-1] for g in form.layout._view_leaves]
+    leaves = [g[0] for g in form.layout.view_leaves], [g[-1] for g in form.layout.view_leaves]
     at = order.index(leaves[1][index]) + 1
     if at >= len(order):
         return None
@@ -226,7 +228,7 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out = [f"{kind} {name}({signature}):"]
     out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
     out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
-    everything = ", ".join(packed + [f"{n!r}: {n}" for n in contract.derive])
+    everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
     out += ["    if not _ok:", f"        _broken({{{everything}}})"]
     if any(s.values for s in contract.tensors.values()) or any(_padded(s) for s in contract.tensors.values()):
         out += ["    if _live.watch and not _compiling():", f"        _values({{{everything}}})"]
@@ -270,7 +272,9 @@ def _signature(w: _Writer, contract: Contract) -> tuple[str, str, list[str]]:
         elif p.default is not p.empty:
             text += f"={w.constant(p.default)}"
         parts.append(text)
-        if p.kind is p.POSITIONAL_ONLY and (i + 1 == len(parameters) or parameters[i + 1].kind is not p.POSITIONAL_ONLY):
+        if p.kind is p.POSITIONAL_ONLY and (
+            i + 1 == len(parameters) or parameters[i + 1].kind is not p.POSITIONAL_ONLY
+        ):
             parts.append("/")
         call.append(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else text.partition("=")[0])
         previous = p.kind
@@ -282,7 +286,7 @@ def _body(w: _Writer) -> None:
     c = w.contract
     emitted: set[str] = set()
     tests: list[str] = []
-    bound = {f"{s.argument}:{s.index}" for s in c.steps if s.kind == "shape"}
+    bound = {f"{s.argument}:{s.index}" for s in c.steps if s.kind == "shape" and s.case is None}
     bound |= {f"{s.argument}:{s.name}" for s in c.steps if s.kind == "variadic"}
     for step in (s for s in c.steps if not s.optional):
         if step.kind in ("shape", "variadic") and step.argument not in emitted:
@@ -308,13 +312,14 @@ def _body(w: _Writer) -> None:
             tests += w.form(spec, spec.form, bound)
     tests += [t for check in c.checks if _of_required(c, check.argument) for t in _equation(w, check.equation)]
     tests += _same_device(w, required)
-    tests += [t for t in (_rule(w, under, rule) for under, rule in c.conditions) if t]
     w.lines.append("_ok = " + (" and ".join(tests) or "True"))
     for spec in c.tensors.values():
         if spec.form is None:
-            _choice(w, spec, bound)
+            _choice(w, spec)
         elif spec.optional:
             _optional(w, spec, spec.form, bound)
+    if rules := [t for t in (_rule(w, under, rule) for under, rule in c.conditions) if t]:
+        w.lines.append(f"_ok = _ok and {' and '.join(rules)}")
 
 
 def _of_required(c: Contract, argument: str) -> bool:
@@ -408,37 +413,31 @@ def _device_of(w: _Writer, spec: TensorSpec) -> list[str]:
     return [f"{spec.name}.device == {first.name}.device"] if first else []
 
 
-def _choice(w: _Writer, spec: TensorSpec, bound: set[str]) -> None:
-    """One branch per case; the derived dims of a case are computed inside it."""
+def _choice(w: _Writer, spec: TensorSpec) -> None:
+    """One branch per case; the dims that only a case needs are computed inside it."""
     lines: list[str] = []
-    keyword = "if"
-    for condition, form in spec.forms:
-        names_here = {n for q in form.equations for side in (q.left, q.right) for n in names(side)}
-        steps = [
-            s
-            for s in w.contract.steps
-            if s.argument == spec.name and s.kind == "derive" and s.equation in form.equations and s.name in names_here
-        ]
+    for case, (condition, form) in enumerate(spec.forms):
+        steps = [s for s in w.contract.steps if s.argument == spec.name and s.case == case]
+        bound = {f"{spec.name}:{s.index}" for s in steps if s.kind == "shape"}
         start = len(w.lines)
         tests = []
+        w.bind(spec, form, steps)
         for step in steps:
-            assert step.expr is not None
-            w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
-            tests += [w.exact(d) for d in divisions(step.expr)]
+            if step.kind == "derive":
+                assert step.expr is not None
+                w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
+                tests += [w.exact(d) for d in divisions(step.expr)]
+            elif step.kind == "default":
+                w.lines.append(f"{w.local(step.name)} = {step.index}")
         tests += w.form(spec, form, bound)
         done = {s.equation for s in steps}
         tests += [t for e in form.equations if e not in done for t in _equation(w, e)]
-        if not spec.optional:
-            pass
-        else:
+        if spec.optional:
             tests += _device_of(w, spec)
         branch = [*w.lines[start:], f"_ok = _ok and {' and '.join(tests)}"]
         del w.lines[start:]
-        head = "else:" if condition is None else f"{keyword} {w.test(condition)}:"
-        if condition is None and keyword == "if":
-            head = "if True:"
+        head = "else:" if condition is None else f"{'elif' if case else 'if'} {w.test(condition)}:"
         lines += [head, *(f"    {line}" for line in branch)]
-        keyword = "elif"
     if spec.forms[-1][0] is not None:
         lines += ["else:", "    _ok = False"]
     if spec.optional:

@@ -13,66 +13,29 @@ import difflib
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
 
-from layoutcheck import _mode, _specs
-from layoutcheck._dims import Equation, Expr, Name, arguments, brief, isolate, names, plan
+from layoutcheck import _mode, _solve, _specs
+from layoutcheck._choose import Choose
+from layoutcheck._dims import arguments, brief, names
 from layoutcheck._errors import LayoutError, Violation
-from layoutcheck._layout import Choose, Layout
+from layoutcheck._layout import Layout
 from layoutcheck._rules import Condition, Index, NoOverlap, Rule, as_rule, flatten
-from layoutcheck._specs import Form, ScalarSpec, Spec, TensorSpec
+from layoutcheck._specs import ScalarSpec, Spec, TensorSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Step:
-    """How one dim becomes known.
-
-    ``kind``: ``scalar`` (an argument's value), ``shape`` (dimension ``index`` of ``argument``), ``variadic`` (all that the
-    named variadic covers), ``derive`` (``expr``, from ``equation``), ``default`` (a number). ``optional``: only where the
-    argument is given.
-    """
-
-    kind: str
-    name: str
-    argument: str = ""
-    index: int = 0
-    expr: Expr | None = None
-    equation: Equation | None = None
-    optional: bool = False
-
-    @property
-    def where(self) -> str:
-        """Where the number comes from, for a message."""
-        match self.kind:
-            case "scalar":
-                return "an argument"
-            case "shape" | "variadic":
-                return self.argument
-            case "default":
-                return "its default"
-        return f"{brief(self.expr)}" if self.expr is not None else ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """An equation that must hold, and whose argument speaks of it."""
-
-    equation: Equation
-    argument: str
 
 
 @dataclass(eq=False)
 class Contract:
     """The layouts and rules of one callable. ``print`` shows where each dim is bound and where it is checked.
 
-    ``source`` is the text of the compiled guard; ``arguments`` the specs by name; ``violations(**arguments)`` every rule
-    that a call breaks, without calling anything.
+    ``source`` is the text of the compiled guard; ``arguments`` the specs by name; ``violations(**arguments)`` every
+    rule that a call breaks, without calling anything.
     """
 
     name: str
@@ -90,7 +53,7 @@ class Contract:
         self.tensors = {n: s for n, s in self.specs.items() if isinstance(s, TensorSpec)}
         self.scalars = {n: s for n, s in self.specs.items() if isinstance(s, ScalarSpec)}
         self.conditions = [(under, r) for under, r in flatten(self.rules)]
-        self.steps, self.checks = _solve(self)
+        self.steps, self.checks = _solve.solve(self)
         self._check_rules()
 
     # --- what a call means -------------------------------------------------------------------------------------------
@@ -116,8 +79,8 @@ class Contract:
         found = _explain.explain(self, values)
         if not found:
             raise RuntimeError(
-                f"{self.name}: the compiled guard refused a call in which no broken rule can be found. This is a defect "
-                "of layoutcheck; please report it with the shapes, dtypes and strides of the arguments"
+                f"{self.name}: the compiled guard refused a call in which no broken rule can be found. This is a "
+                "defect of layoutcheck; please report it with the shapes, dtypes and strides of the arguments"
             )
         self.report(found)
 
@@ -156,6 +119,16 @@ class Contract:
                 for name in arguments(expr):
                     if name not in parameters:
                         raise TypeError(f"{self.name}: {brief(expr)!r}: {_unknown(name, parameters)}")
+            for expr in used:
+                for name in names(expr):
+                    owners = {s.argument for s in self.steps if s.name == name and s.optional and s.case is None}
+                    sure = any(s.name == name and not (s.optional and s.case is None) for s in self.steps)
+                    if owners and not sure and not owners & {a for u in under for a in arguments(u.expr)}:
+                        owner = min(owners)
+                        raise TypeError(
+                            f"{self.name}: {brief(expr)!r} speaks of {name}, which only {owner} binds, and {owner} may "
+                            f"be None: write when('given({owner})', {brief(expr)!r})"
+                        )
             if not isinstance(rule, Condition):
                 for name in rule.arguments:  # type: ignore[union-attr]
                     if name not in parameters or (isinstance(rule, NoOverlap) and name not in self.tensors):
@@ -197,7 +170,9 @@ class Contract:
             where = f"bound by {step.where}"
             if step.kind == "derive":
                 where = f"= {step.where}"
-            checked = f"checked in {', '.join(dict.fromkeys(others))}" if others else "seen once only: nothing checks it"
+            checked = (
+                f"checked in {', '.join(dict.fromkeys(others))}" if others else "seen once only: nothing checks it"
+            )
             lines.append(f"   {step.name:<{width}}  {where}; {checked}")
         for _, rule in self.conditions:
             if isinstance(rule, Condition):
@@ -212,169 +187,6 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, options, 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{name!r} is neither a dim nor an argument here ({', '.join(options)}){hint}"
-
-
-# --- solving ----------------------------------------------------------------------------------------------------------
-
-
-def _solve(contract: Contract) -> tuple[list[Step], list[Check]]:
-    steps: list[Step] = []
-    known: set[str] = set()
-
-    def add(step: Step) -> None:
-        steps.append(step)
-        known.add(step.name)
-
-    needed = {n for s in contract.tensors.values() for _, f in s.forms for n in _names_of(f)}
-    needed |= {n for under, r in contract.conditions for c in (*under, r) if isinstance(c, Condition) for n in names(c.expr)}
-    for name in [*contract.signature.parameters, *contract.derive]:
-        spec = contract.scalars.get(name)
-        is_int = (spec is not None and spec.type is int and not spec.optional) or (
-            name in contract.derive and name not in contract.specs
-        )
-        if name in needed and is_int:
-            add(Step("scalar", name, name))
-
-    required = [s for s in contract.tensors.values() if not s.optional and s.form is not None]
-    optional = [s for s in contract.tensors.values() if s.optional and s.form is not None]
-    pending = [Check(e, s.name) for s in required for e in s.form.equations]  # type: ignore[union-attr]
-
-    def derive() -> None:
-        for name, expr, equation in plan(known, [c.equation for c in pending]):
-            check = next(c for c in pending if c.equation is equation)
-            pending.remove(check)
-            add(Step("derive", name, check.argument, expr=expr, equation=equation))
-
-    def sight(spec: TensorSpec, *, binds_parts: bool) -> None:
-        form = spec.form
-        assert form is not None
-        if form.variadic and form.variadic[1] not in ("...", *known):
-            add(Step("variadic", form.variadic[1], spec.name, form.variadic[0], optional=spec.optional))
-        for index, size in _positions(form):
-            if not isinstance(size, Name) or size.name in known:
-                continue
-            whole = form.parts.get(size.name)
-            if whole is not None and (whole in known or not binds_parts):
-                continue
-            if "." in size.name and not binds_parts:
-                continue
-            add(Step("shape", size.name, spec.name, index, optional=spec.optional))
-
-    derive()
-    for spec in required:
-        sight(spec, binds_parts=not any(_shares_whole(spec, other) for other in required if other is not spec))
-        derive()
-    for spec in required:  # parts that no other argument determines
-        for index, size in _positions(spec.form):  # type: ignore[arg-type]
-            whole = spec.form.parts.get(size.name) if isinstance(size, Name) else None  # type: ignore[union-attr]
-            if isinstance(size, Name) and size.name not in known and (whole is None or whole not in known):
-                add(Step("shape", size.name, spec.name, index))
-                derive()
-    for spec in required:
-        form = spec.form
-        assert form is not None
-        for index, size in _positions(form):
-            unknown = set(names(size)) - known if size is not None else set()
-            if len(unknown) == 1 and not isinstance(size, Name):
-                (name,) = unknown
-                seen = f"{spec.name}.shape[{index}]"
-                expr = isolate(size, Name(seen), name)  # type: ignore[arg-type]
-                if expr is not None:
-                    add(Step("shape", seen, spec.name, index))
-                    add(Step("derive", name, spec.name, expr=expr, equation=Equation(size, Name(seen))))  # type: ignore[arg-type]
-                    derive()
-    for spec in required:
-        for name, value in spec.form.defaults:  # type: ignore[union-attr]
-            if name not in known:
-                add(Step("default", name, spec.name, value))
-                derive()
-    for spec in required:  # a private size that nothing determines is what the tensor says
-        for index, size in _positions(spec.form):  # type: ignore[arg-type]
-            if isinstance(size, Name) and size.name not in known and "." in size.name:
-                add(Step("shape", size.name, spec.name, index))
-                derive()
-
-    checks = list(pending)
-    for spec in optional:
-        form = spec.form
-        assert form is not None
-        for name, value in form.defaults:
-            if name not in known:
-                add(Step("default", name, spec.name, value))
-        own = [Check(e, spec.name) for e in form.equations]
-
-        def derive_own(own: list[Check] = own, spec: TensorSpec = spec) -> None:
-            for name, expr, equation in plan(known, [c.equation for c in own]):
-                own.remove(next(c for c in own if c.equation is equation))
-                add(Step("derive", name, spec.name, expr=expr, equation=equation, optional=True))
-
-        derive_own()
-        elsewhere = {n for s in contract.tensors.values() if s is not spec for _, f in s.forms for n in _names_of(f)}
-        for index, size in _positions(form):
-            if isinstance(size, Name) and size.name not in known and size.name not in elsewhere:
-                add(Step("shape", size.name, spec.name, index, optional=True))
-                derive_own()
-        if form.variadic and form.variadic[1] not in ("...", *known):
-            add(Step("variadic", form.variadic[1], spec.name, form.variadic[0], optional=True))
-        checks += own
-    for spec in contract.tensors.values():  # each case of a choice: what it needs beyond the shared dims
-        if spec.form is None:
-            for _, form in spec.forms:
-                own = [Check(e, spec.name) for e in form.equations]
-                for name, expr, equation in plan(known, [c.equation for c in own]):
-                    own.remove(next(c for c in own if c.equation is equation))
-                    steps.append(Step("derive", name, spec.name, expr=expr, equation=equation, optional=True))
-                checks += own
-    _must_be_known(contract, {s.name for s in steps})
-    return steps, checks
-
-
-def _names_of(form: Form) -> Iterator[str]:
-    for size in form.sizes:
-        if size is not None:
-            yield from names(size)
-    for equation in form.equations:
-        yield from names(equation.left)
-        yield from names(equation.right)
-    for stride in (*(form.strides or ()), *(e for _, e in form.align)):
-        if stride is not None:
-            yield from names(stride)
-    if form.variadic and form.variadic[1] != "...":
-        yield form.variadic[1]
-
-
-def _positions(form: Form) -> Iterator[tuple[int, Expr | None]]:
-    """(index, size) of each dimension; those behind a variadic count from the end."""
-    for i, size in enumerate(form.sizes):
-        if form.variadic and i >= form.variadic[0]:
-            yield i - len(form.sizes), size
-        else:
-            yield i, size
-
-
-def _shares_whole(spec: TensorSpec, other: TensorSpec) -> bool:
-    """Whether another argument shows, as one dimension, a whole of which this one shows the parts."""
-    if spec.form is None or other.form is None:
-        return False
-    wholes = {
-        spec.form.parts[s.name] for s in spec.form.sizes if isinstance(s, Name) and s.name in spec.form.parts
-    }
-    return any(isinstance(s, Name) and s.name in wholes for s in other.form.sizes)
-
-
-def _must_be_known(contract: Contract, known: set[str]) -> None:
-    for spec in contract.tensors.values():
-        for _, form in spec.forms:
-            missing = sorted({n for n in _names_of(form) if n not in known})
-            if not missing:
-                continue
-            shown = ", ".join(n.rpartition(".")[2] for n in missing)
-            name = missing[0].rpartition(".")[2]
-            raise TypeError(
-                f"{contract.name}: nothing determines {shown} of {spec.name} ({form.text}). Bind {name} by a scalar argument "
-                f"{name}: int, by a required tensor that shows it as a dimension of its own, or by a number in the layout "
-                f"({name}=...)"
-            )
 
 
 # --- the public way in ------------------------------------------------------------------------------------------------
@@ -446,11 +258,21 @@ def contract(fn: F, /) -> F: ...
 
 @overload
 def contract(
-    *rules: str | Rule, same_device: bool = False, mode: _mode.Mode | None = None
+    *rules: str | Rule,
+    same_device: bool = False,
+    mode: _mode.Mode | None = None,
+    derive: Mapping[str, Callable[..., Any]] | None = None,
+    **annotations: Any,
 ) -> Callable[[F], F]: ...
 
 
-def contract(*rules: Any, same_device: bool = False, mode: _mode.Mode | None = None) -> Any:
+def contract(
+    *rules: Any,
+    same_device: bool = False,
+    mode: _mode.Mode | None = None,
+    derive: Mapping[str, Callable[..., Any]] | None = None,
+    **annotations: Any,
+) -> Any:
     """Check every call of a function against the layouts in its annotations and the given rules.
 
     Annotations: jaxtyping for plain tensors (``BFloat16[Tensor, "token head head_dim"]``), ``Annotated[Tensor, layout,
@@ -458,48 +280,42 @@ def contract(*rules: Any, same_device: bool = False, mode: _mode.Mode | None = N
     comparisons in text (``"page_size % 32 == 0"``), :func:`when`, :func:`needs`, :func:`forbids`, :func:`together`,
     :func:`no_overlap`. ``same_device``: all tensors are on one device. ``mode`` overrides the process's mode.
 
-    The decorated function has ``.contract``; printing it shows where each dim is bound and checked. A broken rule raises
+    ``derive`` reaches what is not an argument: ``derive={"page_size": lambda self, **_: self.page_size}``; each
+    function is called with every argument by name, and its result is a dim or, where ``annotations`` gives it a
+    layout, a buffer. ``annotations`` name parameters, derived values or ``return_`` and replace what the signature
+    says.
+
+    The decorated function has ``.contract``; printing it shows where each dim is bound and checked. A broken rule
+    raises
     :class:`LayoutError` before the function runs. With ``LAYOUTCHECK=off`` in the environment at import the function
     itself is returned.
 
     Raises ``TypeError`` at decoration for a contract that cannot be decided: a dim that nothing determines, an unknown
     name, an annotation that declares a layout and cannot be read.
     """
+    if "return_" in annotations:
+        annotations["return"] = annotations.pop("return_")
 
     def decorate(fn: Any) -> Any:
         if _mode.OFF:
             return fn
         if isinstance(fn, staticmethod | classmethod):
             return type(fn)(decorate(fn.__func__))
-        return _guarded(fn, make(fn, rules, same_device=same_device, mode=mode))
+        made = make(fn, rules, same_device=same_device, derive=derive, annotations=annotations, mode=mode)
+        return _guarded(fn, made)
 
-    if len(rules) == 1 and not isinstance(rules[0], str) and callable(rules[0]):
+    if len(rules) == 1 and callable(rules[0]):
         fn, rules = rules[0], ()
         return decorate(fn)
     return decorate
 
 
-def guard(
-    fn: F,
-    *rules: str | Rule,
-    derive: Mapping[str, Callable[..., Any]] | None = None,
-    same_device: bool = False,
-    mode: _mode.Mode | None = None,
-    **annotations: Any,
-) -> F:
-    """A guarded version of somebody else's function, which is not changed.
+def guard(fn: F, *rules: str | Rule, **keywords: Any) -> F:
+    """A guarded version of somebody else's function, which is not changed: :func:`contract` from outside.
 
-    ``annotations`` name parameters (or ``return_``) and give layouts or annotations as :func:`contract` reads them.
-    ``derive`` reaches what is not an argument: ``derive={"page_size": lambda self, **_: self.page_size}``; each function
-    is called with every argument by name, and its result is a dim or, where ``annotations`` says so, a buffer.
+    ``guard(store, "page_size % 32 == 0", k_scale=MXFP8_SCALE_INTERLEAVED, derive={...})``; keywords as there.
     """
-    if _mode.OFF:
-        return fn
-    if "return_" in annotations:
-        annotations["return"] = annotations.pop("return_")
-    return _guarded(
-        fn, make(fn, rules, same_device=same_device, derive=derive, annotations=annotations, mode=mode)
-    )
+    return contract(*rules, **keywords)(fn)
 
 
 def _guarded(fn: Any, made: Contract) -> Any:

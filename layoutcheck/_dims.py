@@ -9,6 +9,7 @@ never a rounded size. What the names stand for, and which of them are known, is 
 from __future__ import annotations
 
 import ast
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,6 +80,7 @@ _COMPARE = {
 }
 _SIZE_FUNCTIONS = {"cdiv": 2, "align": 2, "min": 2, "max": 2}
 _TEST_FUNCTIONS = {"given": 1, "dtype": 1, "numel": 1, "pow2": 1}
+_FUNCTIONS = _SIZE_FUNCTIONS | _TEST_FUNCTIONS
 _PRECEDENCE = {"or": 1, "and": 2, "not": 3, "+": 5, "-": 5, "*": 6, "/": 6, "//": 6, "%": 6} | dict.fromkeys(
     _COMPARE.values(), 4
 )
@@ -117,7 +119,7 @@ def parse(value: int | str | Expr) -> Expr:
         raise DimSyntaxError(f"a size is an integer or an expression in text, not {value!r}")
     if isinstance(value, int):
         if abs(value) > MAX_INT:
-            raise DimSyntaxError(f"{value!r:.30} does not fit in 64 bits")
+            raise DimSyntaxError(f"an integer of {value.bit_length()} bits does not fit in 64")
         return Const(value)
     expr = _parse_text(value)
     if not is_size(expr):
@@ -128,8 +130,8 @@ def parse(value: int | str | Expr) -> Expr:
 def parse_condition(text: str) -> Expr:
     """A condition from text. Raises :class:`DimSyntaxError`."""
     expr = _parse_text(text)
-    if is_size(expr) and not isinstance(expr, Name):
-        raise DimSyntaxError(f"{text!r} is a size, but a condition is needed here: compare it with something")
+    if not is_condition(expr):
+        raise DimSyntaxError(f"{text!r} is no condition, and one is needed here: compare it with something")
     return expr
 
 
@@ -138,6 +140,8 @@ def _parse_text(text: str) -> Expr:
     shown = text if len(text) <= 80 else text[:77] + "..."
     if len(text) > MAX_TEXT:
         raise DimSyntaxError(f"{shown!r} is longer than {MAX_TEXT} characters")
+    if not text.isascii():  # Python would normalise names: two spellings, one name
+        raise DimSyntaxError(f"{shown!r} has characters that are not ASCII")
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -160,6 +164,16 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
     def go(child: ast.expr) -> Expr:
         return _convert(child, text, depth + 1)
 
+    def size(child: ast.expr) -> Expr:
+        if is_size(expr := go(child)):
+            return expr
+        raise fail(f"{brief(expr)!r} where a number is needed")
+
+    def condition(child: ast.expr) -> Expr:
+        if is_condition(expr := go(child)):
+            return expr
+        raise fail(f"{brief(expr)!r} where a condition is needed")
+
     if depth > MAX_DEPTH:
         raise DimSyntaxError(f"{text!r} is nested more than {MAX_DEPTH} deep")
     match node:
@@ -169,38 +183,41 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
             if value is None or isinstance(value, bool | str):
                 return Const(value)
             raise fail(f"the literal {value!r:.30}")
-        case ast.Name(id=name):
+        case ast.Name(id=name) if name not in _FUNCTIONS:
             return Name(name)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return op_(_BINARY[type(op)], go(left), go(right))
+            return op_(_BINARY[type(op)], size(left), size(right))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return op_("-", Const(0), go(operand))
+            return op_("-", Const(0), size(operand))
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return Op("not", (go(operand),))
+            return Op("not", (condition(operand),))
         case ast.BoolOp(op=bool_op, values=values):
-            return Op("and" if isinstance(bool_op, ast.And) else "or", tuple(go(v) for v in values))
+            return Op("and" if isinstance(bool_op, ast.And) else "or", tuple(condition(v) for v in values))
         case ast.Compare(left=left, ops=ops, comparators=rights):
+            words = [_COMPARE[type(op)] for op in ops]
             operands = [go(left), *(go(r) for r in rights)]
+            for word, (a, b) in zip(words, itertools.pairwise(operands), strict=True):
+                if word[0] in "<>" and not (is_size(a) and is_size(b)):
+                    raise fail(f"{word} between what are not both numbers")
+                if word.endswith("in") and not (isinstance(b, Op) and b.op == "tuple"):
+                    raise fail(f"{word} without a list of values")
             if any(isinstance(o, Op) and o.op == "dtype" for o in operands):
                 operands = [_as_element(o, text) for o in operands]
-            pairs = [
-                Op(_COMPARE[type(op)], pair)
-                for op, pair in zip(ops, zip(operands[:-1], operands[1:], strict=True), strict=True)
-            ]
+            pairs = [Op(word, pair) for word, pair in zip(words, itertools.pairwise(operands), strict=True)]
             return pairs[0] if len(pairs) == 1 else Op("and", tuple(pairs))
         case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
             return Op("tuple", tuple(go(i) for i in items))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            arity = (_SIZE_FUNCTIONS | _TEST_FUNCTIONS).get(name)
+            arity = _FUNCTIONS.get(name)
             if arity is None:
                 raise fail(f"the function {name!r}")
             if len(args) != arity:
                 raise fail(f"{len(args)} arguments for {name}, which takes {arity}")
-            operands = [go(a) for a in args]
+            operands = [size(a) for a in args]
             if name in ("given", "dtype", "numel") and not isinstance(operands[0], Name):
                 raise fail(f"{name}(...) of something that is not an argument's name")
             return op_(name, *operands)
-    raise fail(f"{type(node).__name__.lower()!r} in it")
+    raise fail(f"the name of a function, {node.id}" if isinstance(node, ast.Name) else f"a {type(node).__name__}")
 
 
 def _as_element(expr: Expr, text: str) -> Expr:
@@ -321,8 +338,18 @@ def is_size(expr: Expr) -> bool:
     match expr:
         case Const(value):
             return type(value) is int
-        case Op(op, args):
+        case Op(op):
             return op in _BINARY.values() or op in _SIZE_FUNCTIONS or op == "numel"
+    return True
+
+
+def is_condition(expr: Expr) -> bool:
+    """Whether the expression is a truth value, or a name that may stand for one."""
+    match expr:
+        case Const(value):
+            return isinstance(value, bool)
+        case Op(op):
+            return op in ("and", "or", "not", "given", "pow2") or op in _COMPARE.values()
     return True
 
 
@@ -479,7 +506,7 @@ def source(expr: Expr, name: Callable[[str], str] = str, *, exact: str = "//") -
             case Op(op, (a, b)) if op in _PRECEDENCE:
                 own = _PRECEDENCE[op]
                 word = exact if op == "/" else op
-                text = f"{show(a, own)} {word} {show(b, own + 1)}"
+                text = f"{show(a, own + (op in _COMPARE.values()))} {word} {show(b, own + 1)}"  # a == b == c is a chain
             case Op(op, args):
                 return f"{op}({', '.join(show(a, 0) for a in args)})"
         return f"({text})" if own < level else text

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+_dtype = torch.dtype  # inside Element, torch is a field
+
 
 @dataclass(frozen=True, slots=True)
 class Element:
@@ -22,10 +24,10 @@ class Element:
     """
 
     name: str
-    torch: torch.dtype
+    torch: _dtype
     bits: int
     nan: tuple[int, ...] | None = ()
-    carriers: tuple[torch.dtype, ...] = ()
+    carriers: tuple[_dtype, ...] = ()
 
     @property
     def itemsize(self) -> int:

@@ -16,8 +16,8 @@ RULES: tuple[Rule, ...] = get_args(Rule)
 class Violation:
     """One broken rule.
 
-    ``argument`` is the name in the signature, ``rule`` one of :data:`RULES`, ``expected`` and ``got`` the two sides with
-    their numbers. ``cause`` is printed only where the numbers prove it possible; ``fix`` is one thing to do.
+    ``argument`` is the name in the signature, ``rule`` one of :data:`RULES`, ``expected`` and ``got`` the two sides
+    with their numbers. ``cause`` is printed only where the numbers prove it possible; ``fix`` is one thing to do.
     ``headline`` says what was broken, ``body`` are the lines that show it.
     """
 

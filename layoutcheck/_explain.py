@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch
 
 from layoutcheck import _causes, _compile, _dtypes
-from layoutcheck._contract import Check, Contract, Step
+from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Expr, Inexact, Name, Op, brief, evaluate, names
 from layoutcheck._errors import Violation, numbers, table
+from layoutcheck._layout import Layout
 from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._solve import Check, Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec, size_text, type_text
 
 Values = dict[str, Any]
@@ -22,7 +24,9 @@ Values = dict[str, Any]
 
 def solve(contract: Contract, arguments: Mapping[str, Any]) -> tuple[Values, list[tuple[Step, Inexact]]]:
     """The dims of a call, as far as they can be known, and the steps that left a remainder."""
-    values: Values = {n: v for n, v in arguments.items() if n not in contract.tensors and not isinstance(v, torch.Tensor)}
+    values: Values = {
+        n: v for n, v in arguments.items() if n not in contract.tensors and not isinstance(v, torch.Tensor)
+    }
     inexact = []
     for step in contract.steps:
         if not _applies(contract, step, arguments, values):
@@ -34,7 +38,8 @@ def solve(contract: Contract, arguments: Mapping[str, Any]) -> tuple[Values, lis
             case "default":
                 values[step.name] = step.index
             case "shape" | "variadic":
-                tensor, form = arguments.get(step.argument), contract.tensors[step.argument].form
+                tensor, spec = arguments.get(step.argument), contract.tensors[step.argument]
+                form = spec.form if step.case is None else spec.forms[step.case][1]
                 if form is not None and isinstance(tensor, torch.Tensor) and _rank_fits(form, tensor):
                     if step.kind == "shape":
                         values[step.name] = tensor.shape[step.index]
@@ -96,9 +101,13 @@ class _Explanation:
                 collected.append(v)
         yield from collected
         yield from self.device()
+        absent = {v.argument for v in collected if v.rule == "presence"}
         for under, rule in self.contract.conditions:
             if all(self.holds(u) for u in under):
-                yield from self.rule(under, rule, broken)
+                for v in self.rule(under, rule, broken):
+                    if v.rule != "presence" or v.argument not in absent:  # once is enough
+                        absent |= {v.argument} if v.rule == "presence" else set()
+                        yield v
 
     def _live(self, argument: str) -> bool:
         return isinstance(self.arguments.get(argument), torch.Tensor)
@@ -150,13 +159,8 @@ class _Explanation:
         return found
 
     def form_of(self, spec: TensorSpec) -> Form | None:
-        for condition, form in spec.forms:
-            try:
-                if condition is None or evaluate(condition, self.values, self.arguments):
-                    return form
-            except (KeyError, Inexact, TypeError):
-                continue
-        return None
+        case = _case(spec, self.values, self.arguments)
+        return None if case is None else spec.forms[case][1]
 
     def no_case(self, spec: TensorSpec) -> Violation:
         wanted = " or ".join(brief(c) for c, _ in spec.forms if c is not None)
@@ -277,14 +281,15 @@ class _Explanation:
     def wanted(self, spec: TensorSpec, form: Form) -> str:
         """A tensor that would be right, as words or code."""
         expected, _ = self.expected_shape(form, None)
+        known = self.layout_dims(form)
+        if form.layout is not None and known is not None:
+            expected = list(form.layout(**known).shape)
         dtype = "" if not form.dtypes else f" of {_dtypes.short(form.dtypes[0])}"
         shape = numbers([size_text(s) if e is None else e for e, s in zip(expected, form.sizes, strict=False)])
         if form.variadic:
             return f"a tensor {form.text}{dtype}"
-        known = self.layout_dims(form)
-        if form.layout is not None and known is not None:
-            sizes = ", ".join(f"{n}={v}" for n, v in known.items())
-            return f"layout({form.layout.name!r})({sizes}).empty(), shape {shape}"
+        if known is not None and form.layout is not None and (code := _catalogue_call(form.layout(**known))):
+            return f"{code}.empty(), shape {shape}"
         return f"a tensor {shape}{dtype}"
 
     def layout_dims(self, form: Form) -> dict[str, int] | None:
@@ -296,7 +301,7 @@ class _Explanation:
             value = self.values.get(name)
             if value is None:
                 value = next((v for n, v in self.values.items() if n.endswith(f".{name}")), None)
-            if not _is_int(value):
+            if value is None or not _is_int(value):
                 return None
             result[name] = int(value)
         return result
@@ -328,11 +333,14 @@ class _Explanation:
             body: tuple[str, ...]
             if first in floors:
                 body = (
-                    f"expected   stride of {form.labels[first]} >= {floors[first]}: smaller, and elements would share memory",
+                    f"expected   stride of {form.labels[first]} >= {floors[first]}, or elements would share memory",
                     f"got        {value.stride(first)}",
                 )
             else:
-                rows = [("expected", shown, self.pitch_remark(form, first)), ("got", [str(s) for s in value.stride()], "")]
+                rows = [
+                    ("expected", shown, self.pitch_remark(form, first)),
+                    ("got", [str(s) for s in value.stride()], ""),
+                ]
                 body = table(form.labels, rows)
             yield Violation(
                 spec.name, "stride", numbers(shown), numbers(value.stride()), cause, fix,
@@ -378,11 +386,13 @@ class _Explanation:
         if reach <= _compile.INT32_MAX:
             return
         outer = max(range(value.dim()), key=value.stride)
-        fits = (_compile.INT32_MAX - (reach - (value.shape[outer] - 1) * value.stride(outer))) // value.stride(outer) + 1
+        fits = (_compile.INT32_MAX - (reach - (value.shape[outer] - 1) * value.stride(outer))) // value.stride(
+            outer
+        ) + 1
         yield Violation(
             spec.name, "overflow", f"largest offset <= {_compile.INT32_MAX}", str(reach),
-            f"the offsets of {spec.name} are computed in 32 bits: {value.shape[outer]} x stride {value.stride(outer)} of "
-            f"{form.labels[outer]} passes 2**31",
+            f"the offsets of {spec.name} are computed in 32 bits: {value.shape[outer]} x stride {value.stride(outer)} "
+            f"of {form.labels[outer]} passes 2**31",
             f"use at most {fits} {form.labels[outer]}s, or a layout with offsets='int64'",
             headline=f"{spec.name} is too large for 32-bit offsets",
         )  # fmt: skip
@@ -399,7 +409,8 @@ class _Explanation:
 
     def remainder(self, step: Step, error: Inexact) -> Violation:
         expr = step.expr
-        assert expr is not None and step.equation is not None
+        assert expr is not None
+        assert step.equation is not None
         division = error.division
         left, right = (brief(a) for a in division.args)
         if error.denominator == 0:
@@ -416,7 +427,7 @@ class _Explanation:
         return Violation(
             step.argument, "relation", wanted, got + where,
             f"{text} needs {step.equation}" if text else None,
-            f"choose {left} as a multiple of {error.denominator}" if error.denominator else f"pass a {right} that is not 0",
+            f"choose {left} as a multiple of {error.denominator}" if error.denominator else f"pass a {right} above 0",
             headline=f"{step.argument}: {wanted} is needed",
         )  # fmt: skip
 
@@ -489,7 +500,9 @@ class _Explanation:
     def because(self, under: tuple[Condition, ...]) -> str:
         parts = []
         for condition in under:
-            facts = [f"{n} = {_shown(self.values[n])}" for n in dict.fromkeys(names(condition.expr)) if n in self.values]
+            facts = [
+                f"{n} = {_shown(self.values[n])}" for n in dict.fromkeys(names(condition.expr)) if n in self.values
+            ]
             facts += [
                 f"{n} is {_dtypes.short(v.dtype)}"
                 for n in _dtype_arguments(condition.expr)
@@ -538,7 +551,7 @@ class _Explanation:
         return Violation(
             argument, rule, brief(expr), got, None, self.fix(expr, argument),
             headline=f"{argument}: {brief(expr)} is needed{tail}",
-            body=(f"expected {brief(expr)}", f"got      {got}" + (f": {', '.join(facts)}" if facts and got not in facts else "")),
+            body=(f"expected {brief(expr)}", f"got      {got}" + (f": {', '.join(facts)}" if got not in facts else "")),
         )  # fmt: skip
 
     def owner(self, expr: Expr, used: list[str]) -> str:
@@ -599,15 +612,34 @@ def _applies(contract: Contract, step: Step, arguments: Mapping[str, Any], value
         return True
     if not isinstance(arguments.get(step.argument), torch.Tensor):
         return not spec.optional
-    if spec.form is not None or step.kind != "derive":
-        return True
-    for condition, form in spec.forms:
+    return step.case is None or step.case == _case(spec, values, arguments)
+
+
+def _case(spec: TensorSpec, values: Values, arguments: Mapping[str, Any]) -> int | None:
+    """Which case of a choice this call is."""
+    for i, (condition, _) in enumerate(spec.forms):
         try:
             if condition is None or evaluate(condition, values, arguments):
-                return step.equation in form.equations
+                return i
         except (KeyError, Inexact, TypeError):
             continue
-    return False
+    return None
+
+
+def _catalogue_call(concrete: Layout) -> str | None:
+    """``layout("mxfp8.flat")(slot=64, ...)`` where that makes this very layout; its dims may have had other names."""
+    from layoutcheck.layouts import entries
+
+    entry = entries().get(concrete.name)
+    if not isinstance(entry, Layout) or entry.elements != concrete.elements:
+        return None
+    nodes = [a.name for axis in entry.axes for a in axis.walk()]
+    known = {e.name: concrete.values_of(n) for n in nodes if isinstance(e := entry.size_of(n), Name)}
+    solved = entry._solve(known)
+    sizes = {d: solved[d] for d in entry.dims if d in solved}
+    if entry(**sizes).shape != concrete.shape:
+        return None
+    return f"layout({entry.name!r})({', '.join(f'{n}={v}' for n, v in sizes.items())})"
 
 
 def _rank_fits(form: Form, tensor: torch.Tensor) -> bool:
@@ -662,5 +694,3 @@ def _dtype_of_expr(expr: Expr, arguments: Mapping[str, Any]) -> str:
         case Const(_dtypes.Element() as e):
             return _dtypes.short(e.torch)
     return brief(expr)
-
-

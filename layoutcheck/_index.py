@@ -1,11 +1,13 @@
 """From coordinates to memory: offsets of ints and arrays, pack and unpack in torch, offset functions in Triton.
 
-Every map here is derived from a layout's axes and strides. ``pack`` and ``unpack`` move axes and never compute an offset,
-so they and ``offset`` check each other.
+Every map here is derived from a layout's axes and strides. ``pack`` and ``unpack`` move axes and never compute an
+offset, so they and ``offset`` check each other.
 """
 
 from __future__ import annotations
 
+import hashlib
+import keyword
 import linecache
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,20 +20,27 @@ from layoutcheck._dims import Const, Expr, evaluate, names, plan, product, sourc
 
 if TYPE_CHECKING:
     from layoutcheck._layout import Layout
+    from layoutcheck._pattern import Axis
 
 
 @dataclass(frozen=True)
 class Term:
-    """``(coordinate // divisor) % modulus * stride``; modulus None where the quotient is already smaller."""
+    """``(coordinate // divisor) % modulus * stride``; modulus None where the quotient is already smaller.
+
+    ``stride`` is that of ``leaf``, the innermost of the parts that this term covers.
+    """
 
     coordinate: str
     divisor: Expr
     modulus: Expr | None
     stride: Expr
+    leaf: str
 
 
-def terms(layout: Layout, coordinates: Sequence[str]) -> list[Term]:
+def terms(layout: Layout, coordinates: Sequence[str], apart: Sequence[str] = ()) -> list[Term]:
     """The map of a cut through the tree of axes, outermost term first. Parts adjacent in memory are one term.
+
+    Parts in ``apart`` are a term of their own all the same.
 
     Raises ``TypeError`` unless the coordinates name every part of the layout exactly once.
     """
@@ -55,10 +64,12 @@ def terms(layout: Layout, coordinates: Sequence[str]) -> list[Term]:
         while start < len(leaves):
             end = start
             while end + 1 < len(leaves) and layout.adjacent(leaves[end], leaves[end + 1]):
+                if leaves[end] in apart or leaves[end + 1] in apart:
+                    break
                 end += 1
             inner = product(layout.size_of(leaf) for leaf in leaves[end + 1 :])
             own = product(layout.size_of(leaf) for leaf in leaves[start : end + 1])
-            result.append(Term(name, inner, own if start else None, layout.leaf_strides[leaves[end]]))
+            result.append(Term(name, inner, own if start else None, layout.leaf_strides[leaves[end]], leaves[end]))
             start = end + 1
     position = {leaf: i for i, leaf in enumerate(layout.order)}
     first = {t: i for i, t in enumerate(result)}
@@ -89,8 +100,11 @@ def _known(layout: Layout, expr: Expr, values: Mapping[str, int]) -> int:
 
 
 def coalesced(layout: Layout) -> list[list[tuple[int, int]]]:
-    """For each logical axis larger than 1, its (size, stride) runs outermost first, merged as far as they go."""
-    result = []
+    """Where the first element is, if not at 0; for each logical axis larger than 1, its (size, stride) runs outermost
+    first, merged as far as they go.
+    """
+    base = evaluate(layout._elements_of(layout.rules.base, True), layout.values)
+    result = [[(base, 0)]] if base else []
     for axis in layout.axes:
         runs: list[tuple[int, int]] = []
         for leaf in axis.leaves():
@@ -121,12 +135,14 @@ def pack(layout: Layout, logical: torch.Tensor) -> torch.Tensor:
     if dtype not in layout.accepted:
         raise TypeError(f"{layout.name} holds {' or '.join(map(str, layout.elements))}, not {dtype}")
     buffer = torch.empty(layout.numel, dtype=dtype, device=logical.device)
-    _raw(buffer).fill_(layout.rules.fill or 0)
+    _fill(buffer, layout.rules.fill or 0)
     memory = _memory(layout, _raw(buffer))
     padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
     source_ = _raw(logical.contiguous())
     if padded != sizes:
-        whole = source_.new_full(padded, layout.rules.fill or 0)
+        whole = logical.new_empty(padded)
+        _fill(whole, layout.rules.fill or 0)
+        whole = _raw(whole)
         whole[tuple(slice(s) for s in sizes)] = source_
         source_ = whole
     leaves = [leaf for axis in layout.axes for leaf in axis.leaves()]
@@ -138,11 +154,7 @@ def pack(layout: Layout, logical: torch.Tensor) -> torch.Tensor:
 def unpack(layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
     """The logical tensor that a buffer holds."""
     layout.check(buffer)
-    start = buffer.storage_offset() - evaluate(layout._elements_of(layout.rules.base, True), layout.values)
-    flat = _raw(buffer).as_strided((layout.numel,), (1,), start)
-    memory = _memory(layout, flat)
-    leaves = [leaf for axis in layout.axes for leaf in axis.leaves()]
-    logical = memory.permute([layout.order.index(leaf) for leaf in leaves])
+    logical = leaf_view(layout, buffer)
     padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
     sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
     return logical.reshape(padded)[tuple(slice(s) for s in sizes)].contiguous().view(buffer.dtype)
@@ -155,10 +167,33 @@ def _memory(layout: Layout, flat: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(sizes, strides, flat.storage_offset() + base)
 
 
+def leaf_view(layout: Layout, tensor: torch.Tensor, first: Axis | None = None) -> torch.Tensor:
+    """A tensor of a concrete layout as integers with one dimension for each undivided part, in logical order.
+
+    The parts of ``first`` come before all others.
+    """
+    raw = _raw(tensor)
+    stride_of = {leaf: evaluate(stride, layout.values) for leaf, stride in layout.leaf_strides.items()}
+    for dim, shown, stride in zip(layout.tensor_dims, layout.view_leaves, tensor.stride(), strict=False):
+        if dim.stride is None:  # free: the tensor's own
+            for leaf in reversed(shown):
+                stride_of[leaf] = stride
+                stride *= evaluate(layout.memory_size(leaf), layout.values)
+    axes = [*([first] if first else []), *(a for a in layout.axes if a is not first)]
+    leaves = [leaf for axis in axes for leaf in axis.leaves()]
+    sizes = [evaluate(layout.memory_size(leaf), layout.values) for leaf in leaves]
+    return raw.as_strided(sizes, [stride_of[leaf] for leaf in leaves], raw.storage_offset())
+
+
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as integers: torch cannot fill, compare or index every float8."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(widths[tensor.element_size()])
+
+
+def _fill(tensor: torch.Tensor, code: int) -> None:
+    """By code for one-byte elements, by value for wider ones, as ``Layout.empty`` does."""
+    (_raw(tensor) if tensor.element_size() == 1 else tensor).fill_(code)
 
 
 # --- in a kernel ------------------------------------------------------------------------------------------------------
@@ -168,13 +203,16 @@ def offset_fn(layout: Layout, coordinates: Sequence[str], name: str, strides: tu
     """A ``@triton.jit`` function ``name(*coordinates, *, SIZE, ...)`` that returns the offset in elements.
 
     Sizes are keyword-only and upper-case, the layout's open dims that the map needs. An axis in ``strides`` takes its
-    stride as an argument (``PAGE_STRIDE``): for pages with gaps, and for views. The outermost term is 64-bit unless the
-    layout says ``offsets="int32"``. Coordinates must be non-negative, as Triton's ``//`` truncates.
+    stride as an argument (``PAGE_STRIDE``), for pages with gaps and for views; those of the other axes stay. The
+    outermost term is 64-bit unless the layout says ``offsets="int32"``. Coordinates must be non-negative, as Triton's
+    ``//`` truncates.
     """
     import triton
     import triton.language as tl
 
-    text, filename = offset_source(layout, coordinates, name, strides), f"<layoutcheck {layout.name} {name}>"
+    text = offset_source(layout, coordinates, name, strides)
+    # Named by its text: the interpreter reads a function's source when it first runs, not when it is made.
+    filename = f"<layoutcheck {layout.name} {name} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
     namespace: dict[str, Any] = {"tl": tl, "__name__": f"layoutcheck.generated.{name}"}
     # The compiler, the interpreter, Inductor and debuggers all read a function's source through linecache.
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
@@ -186,23 +224,26 @@ def offset_fn(layout: Layout, coordinates: Sequence[str], name: str, strides: tu
 
 def offset_source(layout: Layout, coordinates: Sequence[str], name: str, strides: tuple[str, ...] = ()) -> str:
     """The text of :func:`offset_fn`'s function."""
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise TypeError(f"{name!r} cannot be the name of a function")
-    parts = terms(layout, coordinates)
+    parts = terms(layout, coordinates, strides)
     visible = _in_dims(layout)
     nodes = {a.name: a for axis in layout.axes for a in axis.walk()}
-    given: dict[Expr, str] = {}
+    given: dict[Term, str] = {}
     for axis in strides:
         if axis not in nodes:
             raise TypeError(f"{layout.name} has no axis {axis!r}; it has {', '.join(nodes)}")
-        given[layout.leaf_strides[nodes[axis].leaves()[-1]]] = f"{axis.upper()}_STRIDE"
-    uppercase: list[str] = []
+        one = [t for t in parts if (t.coordinate if nodes[axis].parts else t.leaf) == axis]
+        if len(one) != 1:
+            raise TypeError(f"{layout.name}: {axis} has no stride of its own in {', '.join(coordinates)}")
+        given[one[0]] = f"{axis.upper()}_STRIDE"
+    written: dict[str, str] = {}
 
     def text(expr: Expr) -> str:
         expr = substitute(expr, visible)
         for n in names(expr):
-            if n.upper() not in uppercase:
-                uppercase.append(n.upper())
+            if written.setdefault(n.upper(), n) != n:
+                raise TypeError(f"{layout.name}: {written[n.upper()]} and {n} would both be written {n.upper()}")
         return source(expr, str.upper)
 
     lines = []
@@ -214,17 +255,17 @@ def offset_source(layout: Layout, coordinates: Sequence[str], name: str, strides
             value = f"{value} % {_operand(text(term.modulus))}"
         if i == 0 and layout.rules.offsets == "int64":
             value = f"tl.cast({value}, tl.int64)"
-        if term.stride in given:
-            value = f"{_operand(value)} * {given[term.stride]}"
+        if term in given:
+            value = f"{_operand(value)} * {given[term]}"
         elif term.stride != Const(1):
             value = f"{_operand(value)} * {_operand(text(term.stride))}"
         lines.append(value)
     base = layout._elements_of(layout.rules.base, True)
     if base != Const(0):
         lines.append(text(base))
-    keywords = sorted(uppercase) + [f"{axis.upper()}_STRIDE" for axis in strides]
-    if unused := [k for k in given.values() if not any(k in line for line in lines)]:
-        raise TypeError(f"{layout.name}: {', '.join(unused)} is not part of the map")
+    keywords = [*sorted(written), *given.values()]
+    if taken := {"tl", *keywords} & set(coordinates):
+        raise TypeError(f"{layout.name}: a coordinate cannot be called {', '.join(sorted(taken))} in a kernel")
     signature = ", ".join([*coordinates, *(["*", *keywords] if keywords else [])])
     return f"def {name}({signature}):\n    return " + " + ".join(lines or ["0"]) + "\n"
 
@@ -259,10 +300,10 @@ def wrong_padding(layout: Layout, tensor: torch.Tensor) -> tuple[dict[str, int] 
     """The first padded coordinate whose content is not the layout's fill, and that content; None if there is none."""
     sizes = [layout.values_of(a.name) for a in layout.axes]
     padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
-    whole = layout(**{a.name: p for a, p in zip(layout.axes, padded, strict=True) if p is not None}, pad={})
-    raw = _raw(tensor) if tensor.element_size() == 1 else tensor
-    content = unpack(whole(dtype=raw.dtype, accept=()), raw)
-    inside = torch.zeros(padded, dtype=torch.bool, device=raw.device)
+    content = leaf_view(layout, tensor).reshape(padded)
+    if tensor.element_size() > 1:
+        content = content.contiguous().view(tensor.dtype)
+    inside = torch.zeros(padded, dtype=torch.bool, device=tensor.device)
     inside[tuple(slice(s) for s in sizes)] = True
     bad = (~inside & (content != (layout.rules.fill or 0))).nonzero()
     if not len(bad):

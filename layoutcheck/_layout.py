@@ -7,53 +7,35 @@ Leaves the map from coordinates to memory to ``_index``, the checking of calls t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 
-from layoutcheck import _dtypes
-from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, brief, evaluate, names, op_, parse, plan
-from layoutcheck._dims import product, substitute
+from layoutcheck import _dtypes, _index, _shown
+from layoutcheck._dims import (
+    Const,
+    Equation,
+    Expr,
+    Inexact,
+    Name,
+    brief,
+    evaluate,
+    names,
+    op_,
+    parse,
+    plan,
+    product,
+    substitute,
+)
 from layoutcheck._errors import LayoutError, Violation
+from layoutcheck._keywords import RULES, Rules, read_elements, read_rules, unknown
 from layoutcheck._pattern import Axis, Group, expand, parse_groups, parse_pattern
-
-BYTES = " bytes"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a tensor must keep beyond its shape; every field is one keyword of :class:`Layout`."""
-
-    view: str | tuple[Expr, ...] | None = None
-    dense: str | None = None
-    pitch: tuple[tuple[str, Expr, bool], ...] = ()  # axis, size, whether it counts bytes
-    base: Expr = Const(0)  # bytes from the start of the buffer to the first element
-    align: tuple[tuple[str, Expr], ...] = ()  # axis or "base", bytes
-    pad: tuple[tuple[str, Expr], ...] = ()
-    offsets: Literal["int64", "int32"] = "int64"
-    fill: int | None = None
-    accept: tuple[torch.dtype, ...] = ()
-    public: tuple[str, ...] = ()
-    default: tuple[tuple[str, int], ...] = ()
-
-
-_RULES = tuple(f.name for f in dataclasses.fields(Rules))
-
-
-@dataclass(frozen=True)
-class Dim:
-    """One dimension of the tensor that shows a layout: its label, size, and stride (None where it is free)."""
-
-    label: str
-    size: Expr
-    stride: Expr | None
-    inner: Expr | None = None  # for a free stride: the extent it must not be smaller than
+from layoutcheck._shown import Dim
 
 
 @dataclass(frozen=True, init=False, eq=True)
@@ -65,9 +47,10 @@ class Layout:
 
     Rules, each checked exactly and no more:
 
-    - ``dtype``: an element type or several (the first is allocated); ``accept``: further torch dtypes that may carry it.
-    - ``view``: how a tensor shows the memory: axes (``"slot head dim"``), groups (``"(page token) head"``), or a tuple of
-      sizes for a declared shape of the same bytes. Without it a tensor shows the memory order.
+    - ``dtype``: an element type or several (the first is allocated); ``accept``: further torch dtypes that may carry
+    it.
+    - ``view``: how a tensor shows the memory: axes (``"slot head dim"``), groups (``"(page token) head"``), or a
+      tuple of sizes for a declared shape of the same bytes. Without it a tensor shows the memory order.
     - ``dense``: which inner axes must be packed (all, if not given); the strides of the others are free as long as
       elements do not overlap. A dimension of size 1 may have any stride.
     - ``pitch``: exact stride of an axis, in elements, or in bytes as ``"656 bytes"``; ``base``: where the first element
@@ -93,7 +76,7 @@ class Layout:
     def __init__(self, name: str, pattern: str, *, dtype: Any, **keywords: Any) -> None:
         axes, memory = parse_pattern(pattern)
         nodes = [a for axis in axes for a in axis.walk()]
-        rules = _rules(Rules(), {k: keywords.pop(k) for k in _RULES if k in keywords}, axes, pattern)
+        rules = read_rules(Rules(), {k: keywords.pop(k) for k in RULES if k in keywords}, axes, pattern)
         known = {a.name for a in nodes}
         sizes: dict[str, Expr] = {a.name: Name(a.name) for a in nodes}
         equations: list[Equation] = []
@@ -110,11 +93,11 @@ class Layout:
         for keyword, value in keywords.items():
             expr = parse(value)
             if keyword not in known and keyword not in used and not set(names(expr)) & used:
-                raise TypeError(f"{name}: {_unknown(keyword, known | set(_RULES))}")
+                raise TypeError(f"{name}: {unknown(keyword, known | set(RULES))}")
             equations.append(Equation(Name(keyword), expr))
-        self._set(name, axes, memory, _elements(dtype), sizes, equations, rules)
+        self._set(name, axes, memory, read_elements(dtype), sizes, equations, rules)
         # An axis that a keyword sizes is that size everywhere: token is page_size, lane is 32.
-        self._set(*self._substituted({k: parse(v) for k, v in keywords.items() if k in known}), rules=rules)
+        self._set(*self._substituted({k: parse(v) for k, v in keywords.items() if k in known}))
         _ = self.dims, self.tensor_dims  # a declaration that cannot be shown is refused here, not at its first use
 
     def _set(
@@ -135,6 +118,7 @@ class Layout:
                 _must_hold(name, e)
                 continue
             kept.append(e)
+        self.__dict__.clear()  # what was derived from the fields before
         values = dict(
             name=name, axes=axes, memory=memory, elements=elements,
             sizes=tuple(sizes.items()), equations=tuple(kept), rules=rules,
@@ -143,52 +127,53 @@ class Layout:
             object.__setattr__(self, field, value)
 
     def _substituted(self, values: Mapping[str, Expr]) -> tuple[Any, ...]:
-        sizes = {axis: substitute(e, values) for axis, e in self.sizes}
-        equations = [
-            Equation(substitute(e.left, values), substitute(e.right, values), e.source) for e in self.equations
-        ]
-        return self.name, self.axes, self.memory, self.elements, sizes, equations
+        """The fields with names replaced."""
 
-    def __call__(self, **keywords: Any) -> Self:
+        def new(expr: Expr) -> Expr:
+            return substitute(expr, values)
+
+        old = self.rules
+        rules = dataclasses.replace(
+            old,
+            pitch=tuple((a, new(e), b) for a, e, b in old.pitch),
+            base=new(old.base),
+            align=tuple((a, new(e)) for a, e in old.align),
+            pad=tuple((a, new(e)) for a, e in old.pad),
+            public=tuple(_renamed(p, values) for p in old.public),
+            default=tuple((n, v) for n, v in old.default if n not in values),
+            view=tuple(new(e) for e in old.view) if isinstance(old.view, tuple) else old.view,
+        )
+        sizes = {axis: new(e) for axis, e in self.sizes}
+        equations = [Equation(new(e.left), new(e.right), e.source) for e in self.equations]
+        return self.name, self.axes, self.memory, self.elements, sizes, equations, rules
+
+    def __call__(self, **keywords: Any) -> Layout:
         """The layout with dims or rules replaced.
 
         Raises ``TypeError`` for a keyword that is neither, :class:`LayoutError` for numbers that contradict each other.
         """
-        changes = {k: keywords.pop(k) for k in (*_RULES, "dtype", "name") if k in keywords}
+        changes = {k: keywords.pop(k) for k in (*RULES, "dtype", "name") if k in keywords}
         sizes = dict(self.sizes)
         all_names = self._names
         values: dict[str, Expr] = {}
         extra: list[Equation] = []
         for keyword, value in keywords.items():
             if keyword not in all_names and keyword not in sizes:
-                raise TypeError(f"{self.name}: {_unknown(keyword, all_names | set(sizes) | set(_RULES))}")
+                raise TypeError(f"{self.name}: {unknown(keyword, all_names | set(sizes) | set(RULES))}")
             expr = parse(value)
             if keyword in all_names:
                 values[keyword] = expr
             else:  # an axis whose size is an expression by now: token=64 says page_size == 64
                 extra.append(Equation(sizes[keyword], expr))
         new = object.__new__(type(self))
-        fields = list(self._substituted(values))
-        fields[5] = [*fields[5], *extra]
-        rules = dataclasses.replace(
-            self.rules,
-            pitch=tuple((a, substitute(e, values), b) for a, e, b in self.rules.pitch),
-            base=substitute(self.rules.base, values),
-            align=tuple((a, substitute(e, values)) for a, e in self.rules.align),
-            pad=tuple((a, substitute(e, values)) for a, e in self.rules.pad),
-            public=tuple(_renamed(p, values) for p in self.rules.public),
-            default=tuple((n, v) for n, v in self.rules.default if n not in values),
-            view=self.rules.view
-            if not isinstance(self.rules.view, tuple)
-            else tuple(substitute(e, values) for e in self.rules.view),
-        )
+        name, axes, memory, elements, new_sizes, equations, rules = self._substituted(values)
         if "dtype" in changes:
-            fields[3] = _elements(changes.pop("dtype"))
-        fields[0] = changes.pop("name", self.name)
-        new._set(*fields, rules=_rules(rules, changes, self.axes, self.name))
+            elements = read_elements(changes.pop("dtype"))
+        name = changes.pop("name", name)
+        rules = read_rules(rules, changes, self.axes, self.name)
+        new._set(name, axes, memory, elements, new_sizes, [*equations, *extra], rules)
         for axis, e, equation in plan((), new.equations):  # a number given for one name may fix others
-            value = _computed(new.name, e, {}, equation)
-            new._set(*new._substituted({axis: Const(value)}), rules=new.rules)
+            new._set(*new._substituted({axis: Const(_computed(name, e, {}, equation))}))
         _ = new.dims, new.tensor_dims
         return new
 
@@ -229,7 +214,7 @@ class Layout:
         public = [n for p in self.rules.public for n in names(dict(self.sizes).get(p, Name(p)))]
         return tuple(dict.fromkeys([*self.dims, *(n for n, _ in self.rules.default), *public]))
 
-    def with_names(self, rename: Mapping[str, str]) -> Self:
+    def with_names(self, rename: Mapping[str, str]) -> Layout:
         """The same layout with names replaced; used to keep one argument's private names apart from another's."""
         return self(**{old: Name(new) for old, new in rename.items() if old in self._names})
 
@@ -298,65 +283,23 @@ class Layout:
     @cached_property
     def tensor_dims(self) -> tuple[Dim, ...]:
         """The dimensions of a tensor that shows this layout, in its order."""
-        view = self.rules.view
-        if isinstance(view, tuple):
-            return self._declared_dims(view)
-        if view is None:
-            shown = [(" ".join(g) if len(g) == 1 else f"({' '.join(g)})", g, g) for g in self.memory]
-            size_of = self.memory_size
-        else:
-            groups = parse_groups(view)
-            leaves = expand(groups, self.axes, view)
-            covered = [leaf for g in leaves for leaf in g]
-            if sorted(covered) != sorted(self.order):
-                raise TypeError(f"{self.name}: view {view!r} must show every part of the memory once")
-            shown = [
-                (g[0] if len(g) == 1 else f"({' '.join(g)})", g, parts)
-                for g, parts in zip(groups, leaves, strict=True)
-            ]
-            size_of = self.size_of
-        dims = []
-        for label, group, leaves_ in shown:
-            size = product(size_of(n) for n in group)
-            for outer, inner in zip(leaves_, leaves_[1:], strict=False):
-                if not self.adjacent(outer, inner):
-                    raise TypeError(
-                        f"{self.name}: {label} cannot be shown as one dimension: {outer} and {inner} are not adjacent "
-                        f"in memory ({' '.join(self.order)})"
-                    )
-            if any(n in dict(self.rules.pad) for n in group) and len(leaves_) > 1 and view is not None:
-                raise TypeError(f"{self.name}: {label} is padded and split, so no stride shows it as one dimension")
-            innermost = leaves_[-1]
-            if self.packed(innermost):
-                dims.append(Dim(label, size, self.leaf_strides[innermost]))
-            else:
-                dims.append(Dim(label, size, None, self.leaf_strides[innermost]))
-        return tuple(dims)
-
-    def _declared_dims(self, sizes: tuple[Expr, ...]) -> tuple[Dim, ...]:
-        running: Expr = Const(1)
-        dims = []
-        for size in reversed(sizes):
-            dims.append(Dim(brief(size), size, running))
-            running = product([running, size])
-        return tuple(reversed(dims))
+        return _shown.tensor_dims(self)
 
     @cached_property
-    def plain(self) -> bool:
-        """Whether ``is_contiguous()`` is enough to accept the strides of a tensor that shows this layout."""
-        return isinstance(self.rules.view, tuple) or (
-            not self.rules.pitch and tuple(g for d in self._view_leaves for g in d) == self.order and not self._padded_view
-        )
-
-    @cached_property
-    def _view_leaves(self) -> tuple[Group, ...]:
+    def view_leaves(self) -> tuple[Group, ...]:
+        """The undivided parts behind each dimension of that tensor."""
         if self.rules.view is None or isinstance(self.rules.view, tuple):
             return self.memory
         return expand(parse_groups(self.rules.view), self.axes, self.rules.view)
 
-    @property
-    def _padded_view(self) -> bool:
-        return bool(self.rules.pad) and self.rules.view is not None
+    @cached_property
+    def plain(self) -> bool:
+        """Whether ``is_contiguous()`` is enough to accept the strides of a tensor that shows this layout."""
+        if isinstance(self.rules.view, tuple):
+            return True
+        in_order = tuple(leaf for group in self.view_leaves for leaf in group) == self.order
+        padded_view = bool(self.rules.pad) and self.rules.view is not None
+        return in_order and not self.rules.pitch and not padded_view and self.rules.dense is None
 
     # --- solving -----------------------------------------------------------------------------------------------------
 
@@ -370,12 +313,14 @@ class Layout:
         missing = [n for n in self._names if n not in solved]
         if missing:
             open_ = [d for d in self.dims if d not in solved]
-            raise TypeError(f"{self.name}: {', '.join(open_ or sorted(missing))} must be given; got {known or 'nothing'}")
+            raise TypeError(
+                f"{self.name}: {', '.join(open_ or sorted(missing))} must be given; got {known or 'nothing'}"
+            )
         return solved
 
     def _solve(self, known: Mapping[str, int]) -> dict[str, int]:
-        if unknown := [n for n in known if n not in self._names]:
-            raise TypeError(f"{self.name}: {_unknown(unknown[0], self._names)}")
+        if strange := [n for n in known if n not in self._names]:
+            raise TypeError(f"{self.name}: {unknown(strange[0], self._names)}")
         values = dict(known)
         for defaults in ({}, dict(self.rules.default)):
             for name, value in defaults.items():
@@ -472,8 +417,7 @@ class Layout:
             raise _raw_error(self.name, "stride", "dense memory", f"strides {tuple(raw.stride())}")
         if offset < 0 or room < self.nbytes:
             raise _raw_error(
-                self.name, "shape", f"{self.nbytes} bytes from byte {offset}", f"{max(room, 0)} bytes in {len(raw)} rows"
-                if raw.dim() > 1 else f"{max(room, 0)} bytes"
+                self.name, "shape", f"{self.nbytes} bytes from byte {offset}", f"{max(room, 0)} bytes"
             )  # fmt: skip
         if offset % element.itemsize:
             raise _raw_error(
@@ -501,26 +445,18 @@ class Layout:
 
         Any cut through the tree of axes is a set of coordinates: ``slot``, or ``page`` and ``token``.
         """
-        from layoutcheck import _index
-
         return _index.offset(self, coordinates)
 
     def pack(self, logical: torch.Tensor) -> torch.Tensor:
-        """A new buffer that holds ``logical``, a tensor of the top-level axes in logical order. Reference, pure torch."""
-        from layoutcheck import _index
-
+        """A new buffer that holds ``logical``, a tensor of the top-level axes in logical order. Pure torch."""
         return _index.pack(self, logical)
 
     def unpack(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The logical tensor that a buffer of this layout holds, padding dropped. Reference, pure torch."""
-        from layoutcheck import _index
-
+        """The logical tensor that a buffer of this layout holds, padding dropped. Pure torch."""
         return _index.unpack(self, buffer)
 
     def offset_fn(self, *coordinates: str, name: str, strides: Sequence[str] = ()) -> Any:
         """A ``@triton.jit`` function that maps coordinates to offsets; see :func:`layoutcheck._index.offset_fn`."""
-        from layoutcheck import _index
-
         return _index.offset_fn(self, coordinates, name, tuple(strides))
 
     def check(self, tensor: torch.Tensor, **known: int) -> dict[str, int]:
@@ -550,8 +486,6 @@ class Layout:
     @cached_property
     def map_fingerprint(self) -> str:
         """Digest of a concrete layout's bytes: equal wherever two layouts put the same elements at the same places."""
-        from layoutcheck import _index
-
         return _digest(_index.coalesced(self), [str(e) for e in self.elements], self.numel)
 
     def __str__(self) -> str:
@@ -564,54 +498,6 @@ class Layout:
         return f"<{self.name}: {self}; {'|'.join(map(str, self.elements))}; open: {', '.join(self.dims)}>"
 
 
-class Choose:
-    """One of several layouts, by a condition on the dims of the call.
-
-    ``Choose({"page_size == 128": MXFP8_SCALE_INTERLEAVED}, default=MXFP8_SCALE_FLAT)``: the first condition that holds
-    decides. Without a default, a call for which none holds breaks a relation.
-    """
-
-    def __init__(self, cases: Mapping[str, Layout], default: Layout | None = None) -> None:
-        from layoutcheck._dims import parse_condition
-
-        self.cases = tuple((parse_condition(text), layout) for text, layout in cases.items())
-        self.default = default
-
-    def pick(self, values: Mapping[str, Any]) -> Layout:
-        """The layout for these dims. Raises :class:`LayoutError` where no condition holds."""
-        for condition, layout in self.cases:
-            if evaluate(condition, values):
-                return layout
-        if self.default is None:
-            wanted = " or ".join(brief(c) for c, _ in self.cases)
-            raise LayoutError("Choose", [Violation("", "relation", wanted, str(dict(values)))])
-        return self.default
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Every layout that may be picked."""
-        own = tuple(layout for _, layout in self.cases)
-        return own if self.default is None else (*own, self.default)
-
-    def __call__(self, **keywords: Any) -> Choose:
-        """The same choice between layouts with dims or rules replaced."""
-        new = object.__new__(Choose)
-        values = {k: parse(v) for k, v in keywords.items() if k not in _RULES and k not in ("dtype", "name")}
-        new.cases = tuple((substitute(c, values), layout(**keywords)) for c, layout in self.cases)
-        new.default = None if self.default is None else self.default(**keywords)
-        return new
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Choose) and (self.cases, self.default) == (other.cases, other.default)
-
-    def __hash__(self) -> int:
-        return hash((self.cases, self.default))
-
-    def __repr__(self) -> str:
-        cases = ", ".join(f"{brief(c)!r}: {layout.name}" for c, layout in self.cases)
-        return f"Choose({{{cases}}}" + (f", default={self.default.name})" if self.default else ")")
-
-
 def fill_(tensor: torch.Tensor, code: int) -> None:
     """Fill by code for one-byte elements (torch cannot fill every float8), by value for wider ones."""
     if tensor.element_size() == 1:
@@ -620,62 +506,9 @@ def fill_(tensor: torch.Tensor, code: int) -> None:
         tensor.fill_(code)
 
 
-def _rules(old: Rules, new: Mapping[str, Any], axes: tuple[Axis, ...], context: str) -> Rules:
-    known = {a.name for axis in axes for a in axis.walk()}
-    changes: dict[str, Any] = {}
-    for keyword, value in new.items():
-        match keyword:
-            case "view":
-                changes[keyword] = tuple(parse(v) for v in value) if isinstance(value, tuple) else value
-            case "pitch":
-                changes[keyword] = tuple((a, *_pitch(v)) for a, v in (value or {}).items())
-            case "base":
-                changes[keyword] = _pitch(value)[0]
-            case "align":
-                items = value if isinstance(value, Mapping) else {"base": value}
-                changes[keyword] = tuple((a, parse(v)) for a, v in items.items())
-            case "pad":
-                changes[keyword] = tuple((a, parse(v)) for a, v in value.items())
-            case "default":
-                changes[keyword] = tuple(value.items())
-            case "public":
-                changes[keyword] = (value,) if isinstance(value, str) else tuple(value)
-            case "accept":
-                items = value if isinstance(value, tuple | list) else (value,)
-                changes[keyword] = tuple(_dtypes.element(v).torch for v in items)
-            case "offsets":
-                if value not in ("int32", "int64"):
-                    raise TypeError(f"{context}: offsets={value!r} is neither 'int32' nor 'int64'")
-                changes[keyword] = value
-            case _:
-                changes[keyword] = value
-    for keyword in ("pitch", "pad", "align"):
-        for axis, *_ in changes.get(keyword, ()):
-            if axis not in known and (keyword, axis) != ("align", "base"):
-                raise TypeError(f"{context}: {keyword} names {axis!r}; the axes are {', '.join(sorted(known))}")
-    return dataclasses.replace(old, **changes)
-
-
-def _pitch(value: Any) -> tuple[Expr, bool]:
-    if isinstance(value, str) and value.endswith(BYTES):
-        return parse(value.removesuffix(BYTES)), True
-    return parse(value), False
-
-
-def _elements(dtype: Any) -> tuple[_dtypes.Element, ...]:
-    items = dtype if isinstance(dtype, tuple | list) else (dtype,)
-    return tuple(_dtypes.element(d) for d in items)
-
-
 def _renamed(name: str, values: Mapping[str, Expr]) -> str:
     new = values.get(name)
     return new.name if isinstance(new, Name) else name
-
-
-def _unknown(keyword: str, known: frozenset[str] | set[str]) -> str:
-    close = difflib.get_close_matches(keyword, known, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{keyword!r} is neither a rule nor a size of this layout ({', '.join(sorted(known - set(_RULES)))}){hint}"
 
 
 def _computed(name: str, expr: Expr, values: Mapping[str, int], equation: Equation) -> int:

@@ -33,7 +33,7 @@ OFF = os.environ.get("LAYOUTCHECK") == "off"
 state = _State()
 
 
-class mode:  # noqa: N801 - used like a function: mode("values"), with mode("warn"): ...
+class mode:
     """Set the guards' mode: ``mode("warn")`` for the process, ``with mode("values"):`` for this thread or task.
 
     - ``raise`` (the default): a broken rule raises :class:`layoutcheck.LayoutError`.

@@ -7,11 +7,12 @@ parentheses join adjacent parts into one dimension: ``(mt w) k``. This module kn
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[()])")
+_TOKEN = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*|[()])")
 
 
 class PatternError(ValueError):
@@ -133,5 +134,7 @@ def _tokens(text: str, context: str) -> Iterator[str]:
         match = _TOKEN.match(text, position)
         if match is None:
             raise PatternError(f"{context!r} has {text[position:].split()[0]!r}, which is neither a name nor ( or )")
+        if keyword.iskeyword(match[1]):
+            raise PatternError(f"{context!r} names an axis {match[1]}, which is a word of Python's own")
         yield match[1]
         position = match.end()

@@ -7,18 +7,20 @@ an ordinary layout over the same outer axes; its strides in them are the buffer'
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from layoutcheck import _dtypes
-from layoutcheck._dims import Const, Expr, Inexact, evaluate, names, op_, product
+from layoutcheck._dims import Const, Expr, Inexact, evaluate, names, op_, parse, plan, product, substitute
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._layout import Layout
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class Record:
     """Typed sections packed into the innermost dimension of a byte buffer.
 
@@ -29,12 +31,18 @@ class Record:
     ``Record("dsa.index_132", buffer=Layout(..., "page byte -> page byte", byte="page_size * 132"), data=Layout(...),
     scale=Layout(...))``.
 
-    Raises ``TypeError`` for sections that do not begin with the buffer's outer axes.
+    Raises ``TypeError`` for sections that do not begin with the buffer's outer axes, :class:`LayoutError` for sections
+    that do not fit into a record.
     """
 
+    name: str
+    buffer: Layout
+    parts: tuple[tuple[str, Layout], ...]
+    used: Expr
+
     def __init__(self, name: str, *, buffer: Layout, **sections: Layout) -> None:
-        self.name = name
-        self.buffer = buffer(name=name)
+        if any(e.itemsize != 1 for e in buffer.elements):
+            raise TypeError(f"{name}: the buffer of a record holds bytes, not {buffer.elements[0]}")
         outer = buffer.order[:-1]
         placed: dict[str, Layout] = {}
         base: Expr = Const(0)
@@ -44,8 +52,18 @@ class Record:
             inner = product(layout.memory_size(leaf) for leaf in layout.order[len(outer) :])
             placed[section] = _placed(layout, f"{name}.{section}", buffer, outer, base)
             base = op_("+", base, product([inner, Const(layout.elements[0].itemsize)]))
-        self.sections: Mapping[str, Layout] = placed
-        self.used = base
+        self._set(name, buffer(name=name), placed, base)
+
+    def _set(self, name: str, buffer: Layout, sections: Mapping[str, Layout], used: Expr) -> None:
+        fields = {"name": name, "buffer": buffer, "parts": tuple(sections.items()), "used": used}
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+        self._check_room()
+
+    @property
+    def sections(self) -> Mapping[str, Layout]:
+        """The sections by name, in the order in which they stand in a record."""
+        return dict(self.parts)
 
     def section(self, name: str) -> Layout:
         """The layout of one section: a typed, strided view of the buffer, with offsets in elements of its type."""
@@ -55,39 +73,57 @@ class Record:
 
     def __call__(self, **keywords: Any) -> Record:
         """The record with dims replaced, in the buffer and in every section."""
-        new = object.__new__(Record)
-        new.name = self.name
-        known = self.buffer._names | {n for s in self.sections.values() for n in s._names}
+        layouts = [self.buffer, *self.sections.values()]
+        known = {n for layout in layouts for n in layout._names}
         for keyword in keywords:
             if keyword not in known:
                 raise TypeError(f"{self.name}: {keyword!r} is no size of this record ({', '.join(sorted(known))})")
+        values = self._solved({k: parse(v) for k, v in keywords.items()})
 
         def of(layout: Layout) -> Layout:
-            return layout(**{k: v for k, v in keywords.items() if k in layout._names})
+            return layout(**{k: v for k, v in values.items() if k in layout._names})
 
-        new.buffer = of(self.buffer)
-        new.sections = {n: of(s) for n, s in self.sections.items()}
-        new.used = new._used_of(self.used, keywords)
-        new._check_room()
+        new = object.__new__(Record)
+        sections = {n: of(s) for n, s in self.sections.items()}
+        new._set(self.name, of(self.buffer), sections, substitute(self.used, values))
         return new
 
-    @staticmethod
-    def _used_of(used: Expr, keywords: Mapping[str, Any]) -> Expr:
-        from layoutcheck._dims import parse, substitute
-
-        return substitute(used, {k: parse(v) for k, v in keywords.items()})
+    def _solved(self, values: dict[str, Expr]) -> dict[str, Expr]:
+        """The values given, and the open dims of any part that follow from their numbers in another."""
+        found: Mapping[str, Expr] = values
+        while found:
+            numbers = {n: e.value for n, e in values.items() if isinstance(e, Const)}
+            found = {}
+            for layout in (self.buffer, *self.sections.values()):
+                local = dict(numbers)
+                try:
+                    for name, expr, _ in plan(local, layout.equations):
+                        local[name] = evaluate(expr, local)
+                except Inexact:
+                    continue  # the layout itself will say so
+                found |= {n: Const(local[n]) for n in self.dims if n in local and n not in values}
+            values = values | found
+        return values
 
     def _check_room(self) -> None:
-        if self.buffer.concrete and not any(names(self.used)):
-            room = self.buffer.values_of(self.buffer.order[-1])
-            try:
-                used = evaluate(self.used, self.buffer.values)
-            except Inexact:
-                return
-            if used > room:
-                raise LayoutError(
-                    self.name, [Violation(self.buffer.order[-1], "shape", f"at least {used} bytes a record", str(room))]
-                )
+        last = self.buffer.order[-1]
+        size = self.buffer.size_of(last)
+        if any(names(size)) or any(names(self.used)):
+            return
+        try:
+            used, room = evaluate(self.used, {}), evaluate(size, {})
+        except Inexact:
+            return  # a section whose size is broken says so itself
+        if used > room:
+            raise LayoutError(
+                self.name,
+                [
+                    Violation(
+                        last, "shape", f"at least {used} bytes for {', '.join(self.sections)}", f"{room}",
+                        headline=f"{last} has no room for the sections",
+                    )
+                ],
+            )  # fmt: skip
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
@@ -126,7 +162,8 @@ class Record:
         """Each section of a buffer as a typed, strided view that shares its memory."""
         self.buffer.check(buffer)
         start = buffer.storage_offset()
-        flat = buffer.view(torch.uint8).as_strided((self.nbytes,), (1,), start)
+        room = buffer.untyped_storage().nbytes() - start  # the last page may come without its gap
+        flat = buffer.view(torch.uint8).as_strided((min(self.nbytes, room),), (1,), start)
         return {name: _strided(layout, flat) for name, layout in self.sections.items()}
 
     def check(self, tensor: torch.Tensor, **known: int) -> dict[str, int]:
@@ -145,18 +182,8 @@ class Record:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the declaration."""
-        import hashlib
-
         parts = [self.buffer.fingerprint, *(f"{n}:{s.fingerprint}" for n, s in self.sections.items())]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and (self.name, self.buffer, dict(self.sections)) == (
-            other.name, other.buffer, dict(other.sections)
-        )  # fmt: skip
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.buffer, *self.sections.items()))
 
     def __repr__(self) -> str:
         inside = " | ".join(f"{n}: {s.elements[0]}" for n, s in self.sections.items())
@@ -169,13 +196,10 @@ def _placed(layout: Layout, name: str, buffer: Layout, outer: tuple[str, ...], b
     placed = layout(name=name)
     rules = dataclasses.replace(placed.rules, pitch=pitch, base=base, default=buffer.rules.default)
     placed._set(name, placed.axes, placed.memory, placed.elements, dict(placed.sizes), placed.equations, rules)
-    for cached in ("leaf_strides", "tensor_dims", "span", "dims", "plain", "_names", "fingerprint"):
-        placed.__dict__.pop(cached, None)
     _ = placed.dims, placed.tensor_dims
     return placed
 
 
 def _strided(layout: Layout, flat: torch.Tensor) -> torch.Tensor:
     element = layout.elements[0]
-    typed = flat.view(element.torch) if element is not _dtypes.UINT8 else flat
-    return layout._show(typed)
+    return layout._show(flat[: len(flat) // element.itemsize * element.itemsize].view(element.torch))

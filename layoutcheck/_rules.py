@@ -33,7 +33,8 @@ class Index:
 class Indptr:
     """A prefix sum: starts at 0, never decreases, ends at ``stop`` (at most there, if ``capacity``).
 
-    ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. Checked in ``values`` mode.
+    ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. Checked in ``values``
+    mode.
     """
 
     stop: Expr

@@ -1,7 +1,7 @@
 """From an annotation to what one argument must look like.
 
-``BFloat16[Tensor, "token head"]`` (jaxtyping), ``Annotated[Tensor, layout, Writes(at="loc")]``, ``Tensor``, and anything
-else, for which ``isinstance`` or beartype decides. Which names are known when is ``_contract``'s business.
+``BFloat16[Tensor, "token head"]`` (jaxtyping), ``Annotated[Tensor, layout, Writes(at="loc")]``, ``Tensor``, and
+anything else, for which ``isinstance`` or beartype decides. Which names are known when is ``_contract``'s business.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from layoutcheck._choose import Choose
 from layoutcheck._dims import Const, DimSyntaxError, Equation, Expr, Name, brief, names, parse
-from layoutcheck._layout import Choose, Layout
+from layoutcheck._layout import Layout
 from layoutcheck._record import Record
 from layoutcheck._rules import Index, Indptr, Writes
 
@@ -28,9 +29,9 @@ _UNRESOLVED = object()
 class Form:
     """One way in which a tensor may look: a layout's, or a plain list of dims.
 
-    ``sizes`` has None for a dimension of any size; with ``variadic`` (name and position) any number of dimensions stands
-    there. ``strides`` is None where no stride is checked, and has None for a free one, which must be at least ``inner``.
-    ``parts`` are the names that are parts of a composite axis, with the name of the whole.
+    ``sizes`` has None for a dimension of any size; with ``variadic`` (name and position) any number of dimensions
+    stands there. ``strides`` is None where no stride is checked, and has None for a free one, which must be at least
+    ``inner``. ``parts`` are the names that are parts of a composite axis, with the name of the whole.
     """
 
     labels: tuple[str, ...]
@@ -51,7 +52,7 @@ class Form:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor argument must keep. ``forms`` has one entry, or one per case of a ``Choose``, with its condition."""
+    """What a tensor argument must keep: one form, or one per case of a ``Choose``, each with its condition."""
 
     name: str
     forms: tuple[tuple[Expr | None, Form], ...]
@@ -183,7 +184,12 @@ def _plain_form(annotation: Any) -> Form:
         found = {d for d in every if isinstance(d, torch.dtype) and str(d).removeprefix("torch.") in allowed}
         dtypes = tuple(sorted(found, key=str))
     return Form(
-        tuple(labels), tuple(sizes), dtypes, variadic, equations=tuple(equations), text=f"[{text}]" if text else "scalar"
+        tuple(labels),
+        tuple(sizes),
+        dtypes,
+        variadic,
+        equations=tuple(equations),
+        text=f"[{text}]" if text else "scalar",
     )
 
 
@@ -219,11 +225,11 @@ def layout_form(prefix: str, original: Layout) -> Form:
         original.accepted,
         strides=tuple(d.stride for d in dims),
         inner=tuple(d.inner for d in dims),
-        plain=layout.plain and layout.rules.dense is None,
+        plain=layout.plain,
         equations=layout.equations,
         align=tuple(align),
         int32=layout.rules.offsets == "int32",
-        defaults=layout.rules.default,
+        defaults=tuple((n, v) for n, v in layout.rules.default if n in layout._names),
         parts=parts,
         layout=original,
         text=original.name,

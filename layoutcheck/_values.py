@@ -7,7 +7,7 @@ rules are skipped: a captured stream may not be synchronised. Meta and fake tens
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -35,7 +35,7 @@ def _check(contract: Contract, arguments: Mapping[str, Any]) -> Iterator[Violati
             continue
         for rule in spec.values:
             if isinstance(rule, Index):
-                yield from _index(spec.name, rule, tensor, values)
+                yield from _out_of_range(spec.name, rule, tensor, values)
             else:
                 yield from _indptr(spec.name, rule, tensor, values)
         for condition, form in spec.forms:
@@ -44,7 +44,7 @@ def _check(contract: Contract, arguments: Mapping[str, Any]) -> Iterator[Violati
                 break
 
 
-def _has_data(tensor: Any) -> bool:
+def _has_data(tensor: Any) -> TypeGuard[torch.Tensor]:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type != "meta"
@@ -52,7 +52,7 @@ def _has_data(tensor: Any) -> bool:
     )
 
 
-def _index(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
+def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
     flat = tensor.reshape(-1)
     start, stop = evaluate(rule.start, values), evaluate(rule.stop, values)
     kept = torch.ones_like(flat, dtype=torch.bool)
@@ -103,9 +103,7 @@ def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, 
         )
 
 
-def _padding(
-    spec: TensorSpec, form: Form, tensor: torch.Tensor, values: Mapping[str, Any]
-) -> Iterator[Violation]:
+def _padding(spec: TensorSpec, form: Form, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
     """Padding of a padded layout must hold the layout's fill: a reader takes it for data."""
     layout = form.layout
     if layout is None or not layout.rules.pad or layout.rules.fill is None or tensor.numel() == 0:

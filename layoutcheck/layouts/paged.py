@@ -1,8 +1,8 @@
 """Paged KV caches: token-major (NHD), head-major (HND), and the latent row of MLA.
 
 Sources: sglang 0.5.23 ``srt/mem_cache/memory_pool.py`` (MHATokenToKVPool, MLATokenToKVPool); FlashInfer 0.7.4
-``data/include/flashinfer/page.cuh``; vLLM ``v1/attention/backends``. Slot = page * page_size + token. Page 0, or slot 0,
-is the sink of padded tokens and belongs to no request. New memory is zero, as sglang's ``torch.zeros``.
+``data/include/flashinfer/page.cuh``; vLLM ``v1/attention/backends``. Slot = page * page_size + token. Page 0, or slot
+0, is the sink of padded tokens and belongs to no request. New memory is zero, as sglang's ``torch.zeros``.
 """
 
 from __future__ import annotations

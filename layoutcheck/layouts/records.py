@@ -1,8 +1,8 @@
 """Packed rows and pages of several types in one byte buffer.
 
 ``flashmla.v32_656``: FlashMLA @9241ae3 README and ``tests/quant.py``; sglang 0.5.23 ``kernels/ops/quantization/
-dsa_quant_k_cache.py``; vLLM 0.33.0 fp8_ds_mla. ``dsa.index_132``: sglang 0.5.23 ``kernels/ops/kvcache/dsa_index_k_cache.py``;
-DeepGEMM @54e2261 ``csrc/apis/attention.hpp``.
+dsa_quant_k_cache.py``; vLLM 0.33.0 fp8_ds_mla. ``dsa.index_132``: sglang 0.5.23
+``kernels/ops/kvcache/dsa_index_k_cache.py``; DeepGEMM @54e2261 ``csrc/apis/attention.hpp``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ FLASHMLA_V32_656 = Record(
     scale=Layout(
         "scale", "slot(page token) group -> page token group", dtype=FP32, token="page_size", group=4, public="page"
     ),
-    rope=Layout(
-        "rope", "slot(page token) dim -> page token dim", dtype=BF16, token="page_size", dim=64, public="page"
-    ),
+    rope=Layout("rope", "slot(page token) dim -> page token dim", dtype=BF16, token="page_size", dim=64, public="page"),
 )
 """A row of 656 bytes a token: 512 e4m3, their 4 fp32 scales (one per 128), 64 bf16 of rope."""
 
@@ -45,7 +43,9 @@ DSA_INDEX_132 = Record(
         byte="page_size * 132",
         fill=0,
     ),
-    data=Layout("data", "slot(page token) dim -> page token dim", dtype=E4M3, token="page_size", dim=128, public="page"),
+    data=Layout(
+        "data", "slot(page token) dim -> page token dim", dtype=E4M3, token="page_size", dim=128, public="page"
+    ),
     scale=Layout("scale", "slot(page token) -> page token", dtype=FP32, token="page_size", public="page"),
 )
 """A page of the sparse-attention indexer: the keys of all its tokens (128 e4m3 each), then their fp32 scales."""

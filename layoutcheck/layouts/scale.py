@@ -1,8 +1,8 @@
 """Scale factors of block-scaled matrices: linear, and the 128x4 tiles that tensor cores read.
 
-Sources: cuBLASLt 32_4_4 swizzle as in torchao 0.18.0 ``prototype/mx_formats/utils.py`` (to_blocked) and FlashInfer 0.7.4
-layout_128x4. Padding is read by the hardware, so it must be finite: it is filled with zero, and checked in ``values``
-mode. 0x7F and 0xFF in e4m3, 0xFF in e8m0 are NaN.
+Sources: cuBLASLt 32_4_4 swizzle as in torchao 0.18.0 ``prototype/mx_formats/utils.py`` (to_blocked) and FlashInfer
+0.7.4 layout_128x4. Padding is read by the hardware, so it must be finite: it is filled with zero, and checked in
+``values`` mode. 0x7F and 0xFF in e4m3, 0xFF in e8m0 are NaN.
 """
 
 from __future__ import annotations

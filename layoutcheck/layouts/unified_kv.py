@@ -1,8 +1,8 @@
 """DeepSeek-V4's unified KV pool: one latent row a slot, and FP8 group scales per page of the pool.
 
-Source: sglang 0.5.23 ``srt/mem_cache/deepseek_v4_memory_pool.py``, ``kernels/ops/attention/dsv4/unified_kv_kernels``. There
-a page is one slot. Not checked here: which rows belong to the sliding-window ring and which to the compressed part (a
-union of two index spaces); give the index arguments an ``Index`` range.
+Source: sglang 0.5.23 ``srt/mem_cache/deepseek_v4_memory_pool.py``, ``kernels/ops/attention/dsv4/unified_kv_kernels``.
+There a page is one slot. Not checked here: which rows belong to the sliding-window ring and which to the compressed
+part (a union of two index spaces); give the index arguments an ``Index`` range.
 """
 
 from __future__ import annotations

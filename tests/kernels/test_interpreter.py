@@ -257,12 +257,11 @@ def test_dot_of_subnormal_bf16():
 
 
 def test_dot_in_float16_rounds_once():
-    a, b = torch.full((M, K), 64, dtype=torch.float16), torch.ones(N, K, dtype=torch.float16)
-    a[:, 0] = 2049  # a sum kept in float16 would drop the ones
-    c = torch.full((M, N), 1, dtype=torch.float16)
-    out = torch.empty_like(c)
+    a, b = torch.full((M, K), 32, dtype=torch.float16), torch.ones(N, K, dtype=torch.float16)
+    a[:, 0] = 33  # The product is 2049, which float16 does not hold.
+    c, out = torch.ones(M, N, dtype=torch.float16), torch.empty(M, N, dtype=torch.float16)
     _dot[(1,)](a, b, c, out, M, N, K)
-    assert torch.equal(out, torch.full_like(out, 2049 + 63 * 64 + 1))
+    assert torch.equal(out, torch.full_like(out, 2050))
 
 
 def test_dot_of_int8():

@@ -1,0 +1,438 @@
+"""Attention over a paged KV cache, bf16, fp16 or MXFP8: decode, and extend with varlen causal queries.
+
+One program takes the query heads that share a KV head, for one or more query tokens, and a part of the keys; a second
+kernel joins the parts. Softmax in fp32 with exp2. Slots that no query of the program reads are never loaded, so what
+they hold cannot reach the output.
+
+Over MXFP8 the E8M0 factors stay out of the matrix products: their operands are the e4m3 payload, exact in fp16 and bf16.
+Factors vary along the reduced axis of Q K^T, so the rows of Q are spread over the groups of head_dim (row (query, group)
+holds that group, zero elsewhere): a decode tile has rows to spare, and each row of scores then has one factor per key.
+V's factors, one per key and group, multiply the probabilities, spread in the same way. Many queries have no rows to
+spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from layoutcheck import BF16, E4M3, FP16, FP32, INT32, Index, Indptr, Layout, contract, forbids, needs, when
+from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._mxfp8 import BLOCK, scale_value
+from layoutcheck.kernels.quantize import SCALES
+from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
+from layoutcheck.layouts.paged import PAGED_NHD
+from layoutcheck.layouts.rows import ROWS_THD
+
+QUERY = ROWS_THD(head="q_head", dtype=(BF16, FP16, E4M3))
+CACHE = PAGED_NHD(dtype=(BF16, FP16, E4M3), view="slot head head_dim", pitch={})
+PAGE_TABLE = Layout("page_table", "seq max_pages -> seq max_pages", dtype=INT32, dense="max_pages")
+PER_SEQ = Layout("seq_lens", "seq -> seq", dtype=INT32)
+QUERY_START = Layout("query_start", "entry -> entry", dtype=INT32, entry="seq + 1")
+SLOTS = Layout("slots", "slot(page token) -> page token", dtype=INT32, token="page_size")
+# The parts of a split sequence: a normalised output each, and the log2 of its softmax's denominator.
+PART = Layout("attention.part", "token q_head split v_head_dim -> token q_head split v_head_dim", dtype=FP32)
+PART_LSE = Layout("attention.lse", "token q_head split -> token q_head split", dtype=FP32)
+
+query_offset = QUERY.offset_fn("token", "head", "head_dim", name="query_offset", strides=("token", "head"))
+cache_offset = CACHE.offset_fn("page", "token", "head", "head_dim", name="paged_cache_offset")
+interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn("page", "token", "head", "group", name="paged_interleaved_offset")
+flat_offset = MXFP8_SCALE_FLAT.offset_fn("slot", "head", "group", name="paged_flat_offset")
+slot_of = SLOTS.offset_fn("page", "token", name="slot_of")
+table_offset = PAGE_TABLE.offset_fn("seq", "max_pages", name="page_table_offset", strides=("seq",))
+part_offset = PART.offset_fn("token", "q_head", "split", "v_head_dim", name="part_offset")
+lse_offset = PART_LSE.offset_fn("token", "q_head", "split", name="part_lse_offset")
+
+LOG2_E = 1.4426950408889634
+# V is scaled down by this power of two inside, and back at the end: a sum over 2^32 keys of finite values is finite.
+HEADROOM = tl.constexpr(2.0**-32)
+RESTORE = tl.constexpr(2.0**32)
+
+
+@triton.jit
+def _find_sequence(query_start, block, seqs, BLOCK_Q: tl.constexpr):
+    """The sequence of a block of queries: the last s with query_start[s] // BLOCK_Q + s <= block.
+
+    Counted so, every sequence has room for its blocks, and the grid follows from shapes alone.
+    """
+    low = 0
+    high = seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _page(
+    page_table, seq, start, stop, table_stride,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The page of a tile of keys, where it lies in one; else a column, one for each key."""
+    if WHOLE:
+        key = start
+    else:
+        key = (start + tl.arange(0, BLOCK_N))[:, None]
+    return tl.load(page_table + table_offset(seq, key // PAGE_SIZE, SEQ_STRIDE=table_stride), key < stop, other=0)
+
+
+@triton.jit
+def _rows(
+    cache, page, token, live, head,
+    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BLOCK_D)[None, :]
+    at = cache_offset(page, token[:, None], head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+    return tl.load(cache + at, live[:, None] & (d < HEAD_DIM), other=0.0)
+
+
+@triton.jit
+def _scale_bytes(
+    scale, page, token, live, head,
+    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The E8M0 bytes of a tile of keys, (key, group)."""
+    group = tl.arange(0, GROUPS)[None, :]
+    if INTERLEAVED:
+        at = interleaved_offset(page, token[:, None], head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+    else:
+        at = flat_offset(slot_of(page, token[:, None], PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
+    return tl.load(scale + at, live[:, None] & (group * BLOCK < HEAD_DIM), other=127)
+
+
+@triton.jit
+def _dequantise(x, factor, N: tl.constexpr, GROUPS: tl.constexpr):
+    """e4m3 rows (N, GROUPS * 32) times their factors (N, GROUPS), in bf16: exact, unless below 2^-133."""
+    blocks = tl.reshape(x.to(tl.float32), (N, GROUPS, BLOCK)) * factor[:, :, None]
+    return tl.reshape(blocks, (N, GROUPS * BLOCK)).to(tl.bfloat16)
+
+
+@triton.jit
+def _attend_kernel(
+    q, k_cache, v_cache, q_scale, k_scale, v_scale, page_table, seq_lens, query_start, out, part, lse,
+    seqs, q_token_stride, q_head_stride, table_stride, out_token_stride, out_head_stride, qk_scale, cap, window,
+    Q_HEAD: tl.constexpr, HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, INTERLEAVED: tl.constexpr, VARLEN: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The queries of one tile and KV head over one split of the keys.
+
+    Logits are in base 2. With ``CAPPED``, ``qk_scale`` holds softmax_scale / soft_cap * 2 * log2(e).
+    """
+    GROUP: tl.constexpr = Q_HEAD // HEAD
+    ROWS: tl.constexpr = BLOCK_Q * BLOCK_H
+    WHOLE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
+    K_GROUPS: tl.constexpr = BLOCK_D // BLOCK
+    V_GROUPS: tl.constexpr = BLOCK_V // BLOCK
+    K_SPREAD: tl.constexpr = K_GROUPS if SPREAD else 1
+    V_SPREAD: tl.constexpr = V_GROUPS if SPREAD else 1
+
+    head = tl.program_id(0) % HEAD
+    block = tl.program_id(0) // HEAD
+    split = tl.program_id(1)
+    if VARLEN:
+        seq = _find_sequence(query_start, block, seqs, BLOCK_Q)
+        first_token = tl.load(query_start + seq)
+        queries = tl.load(query_start + seq + 1) - first_token
+        first = (block - (first_token // BLOCK_Q + seq)) * BLOCK_Q
+        if first >= queries:
+            return
+    else:
+        seq = block
+        first_token = block
+        queries = 1
+        first = 0
+
+    # Query i of a sequence is at position seq_len - queries + i.
+    offset = tl.load(seq_lens + seq) - queries
+    row = tl.arange(0, ROWS)
+    query = first + row // BLOCK_H
+    q_head = head * GROUP + row % BLOCK_H
+    alive = (query < queries) & (row % BLOCK_H < GROUP)
+    position = tl.where(alive, offset + query, -1)
+
+    # Row (query, group) of the spread Q.
+    spread = tl.arange(0, ROWS * K_SPREAD)
+    own = spread // K_SPREAD
+    own_query = first + own // BLOCK_H
+    own_token = first_token + own_query
+    own_head = head * GROUP + own % BLOCK_H
+    own_alive = (own_query < queries) & (own % BLOCK_H < GROUP)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    q_at = query_offset(
+        own_token[:, None], own_head[:, None], d, TOKEN_STRIDE=q_token_stride, HEAD_STRIDE=q_head_stride
+    )
+    inside = own_alive[:, None] & (d < HEAD_DIM)
+    if SPREAD:
+        inside = inside & (d // BLOCK == (spread % K_SPREAD)[:, None])
+    q_rows = tl.load(q + q_at, inside, other=0.0)
+    if MX:
+        group = tl.arange(0, K_GROUPS)[None, :]
+        token = first_token + query
+        q_byte = tl.load(
+            q_scale + flat_offset(token[:, None], q_head[:, None], group, HEAD=Q_HEAD, HEAD_DIM=HEAD_DIM),
+            alive[:, None] & (group * BLOCK < HEAD_DIM),
+            other=0,
+        ).to(tl.int32)
+        # Powers of two above 1 are held back for the end: then no step is larger than the result.
+        lift = tl.maximum(tl.max(tl.where(q_byte == 255, 0, q_byte), axis=1), 127)
+        q_factor = scale_value(q_byte) * scale_value(254 - lift)[:, None]
+        lift_factor = scale_value(lift)
+        if SPREAD:
+            q_rows = q_rows.to(tl.float16)
+            q_factor *= qk_scale
+        else:
+            q_rows = _dequantise(q_rows, q_factor, ROWS, K_GROUPS)
+
+    # Keys [begin, stop) of this split, out of [lowest, end) that any query of the tile sees.
+    end = tl.maximum(offset + tl.minimum(first + BLOCK_Q, queries), 0)
+    lowest = 0
+    if WINDOWED:
+        lowest = tl.maximum(offset + first - window + 1, 0)
+    tiles = tl.cdiv(end, BLOCK_N) - lowest // BLOCK_N
+    length = tl.cdiv(tiles, SPLITS) * BLOCK_N
+    begin = lowest // BLOCK_N * BLOCK_N + split * length
+    stop = tl.minimum(begin + length, end)
+
+    n = tl.arange(0, BLOCK_N)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS * V_SPREAD, BLOCK_V), tl.float32)
+    # Pages are looked up two tiles ahead, and scales loaded one ahead: nothing in a tile waits for them.
+    page = _page(page_table, seq, begin, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+    next_page = _page(page_table, seq, begin + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+    if MX:
+        token = (begin + n) % PAGE_SIZE
+        live = (begin + n >= lowest) & (begin + n < stop)
+        k_byte = _scale_bytes(k_scale, page, token, live, head, HEAD, HEAD_DIM, PAGE_SIZE, K_GROUPS, INTERLEAVED)
+        v_byte = _scale_bytes(v_scale, page, token, live, head, HEAD, V_HEAD_DIM, PAGE_SIZE, V_GROUPS, INTERLEAVED)
+    for start in tl.range(begin, stop, BLOCK_N):
+        key = start + n
+        token = key % PAGE_SIZE
+        live = (key >= lowest) & (key < stop)
+        k = _rows(k_cache, page, token, live, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_D)
+        v = _rows(v_cache, page, token, live, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_V)
+        page = next_page
+        next_page = _page(page_table, seq, start + 2 * BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+        if MX:
+            k_factor = scale_value(k_byte.to(tl.int32))
+            v_factor = scale_value(v_byte.to(tl.int32)) * HEADROOM
+            ahead = key + BLOCK_N
+            token = ahead % PAGE_SIZE
+            live = ahead < stop
+            k_byte = _scale_bytes(k_scale, page, token, live, head, HEAD, HEAD_DIM, PAGE_SIZE, K_GROUPS, INTERLEAVED)
+            v_byte = _scale_bytes(v_scale, page, token, live, head, HEAD, V_HEAD_DIM, PAGE_SIZE, V_GROUPS, INTERLEAVED)
+
+        if SPREAD:
+            logits = tl.reshape(tl.dot(q_rows, tl.trans(k.to(tl.float16))), (ROWS, K_GROUPS, BLOCK_N))
+            logits = tl.sum(logits * q_factor[:, :, None] * tl.trans(k_factor)[None, :, :], axis=1)
+            logits *= lift_factor[:, None]
+        elif MX:
+            k = _dequantise(k, k_factor * HEADROOM, BLOCK_N, K_GROUPS)  # K's largest block decodes to 2^128
+            logits = tl.dot(q_rows, tl.trans(k)) * qk_scale * RESTORE * lift_factor[:, None]
+        else:
+            logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
+        if CAPPED:
+            logits = cap * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
+        seen = key[None, :] <= position[:, None]
+        if WINDOWED:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        logits = tl.where(seen, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+        p = tl.exp2(logits - base[:, None])
+        shrink = tl.exp2(top - base)
+        top = new_top
+        total = total * shrink + tl.sum(p, axis=1)
+        if SPREAD:
+            p = tl.reshape(p[:, None, :] * tl.trans(v_factor)[None, :, :], (ROWS * V_GROUPS, BLOCK_N))
+            shrink = tl.reshape(tl.broadcast_to(shrink[:, None], (ROWS, V_GROUPS)), (ROWS * V_GROUPS,))
+            acc = tl.dot(p.to(tl.bfloat16), v.to(tl.bfloat16), acc * shrink[:, None])
+        else:
+            if MX:
+                v = _dequantise(v, v_factor, BLOCK_N, V_GROUPS)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+
+    dv = tl.arange(0, BLOCK_V)[None, :]
+    if SPREAD:
+        g = tl.arange(0, V_GROUPS)[None, :, None]
+        acc = tl.reshape(acc, (ROWS, V_GROUPS, BLOCK_V))
+        acc = tl.sum(tl.where(dv[:, None, :] // BLOCK == g, acc, 0.0), axis=1)
+    empty = total == 0.0
+    result = acc / tl.where(empty, 1.0, total)[:, None]
+    if MX:
+        result *= RESTORE
+    token = (first_token + query)[:, None]
+    inside = alive[:, None] & (dv < V_HEAD_DIM)
+    if SPLITS == 1:
+        at = query_offset(token, q_head[:, None], dv, TOKEN_STRIDE=out_token_stride, HEAD_STRIDE=out_head_stride)
+        tl.store(out + at, result.to(out.dtype.element_ty), inside)
+    else:
+        at = part_offset(token, q_head[:, None], split, dv, Q_HEAD=Q_HEAD, SPLIT=SPLITS, V_HEAD_DIM=V_HEAD_DIM)
+        tl.store(part + at, result, inside)
+        denominator = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+        at = lse_offset(first_token + query, q_head, split, Q_HEAD=Q_HEAD, SPLIT=SPLITS)
+        tl.store(lse + at, denominator, alive)
+
+
+@triton.jit
+def _join_kernel(
+    part, lse, out, out_token_stride, out_head_stride,
+    Q_HEAD: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The splits of one query head, weighted by their denominators; zero where none has seen a key."""
+    token = tl.program_id(0) // Q_HEAD
+    q_head = tl.program_id(0) % Q_HEAD
+    split = tl.arange(0, BLOCK_S)
+    dv = tl.arange(0, BLOCK_V)
+    at = lse_offset(token, q_head, split, Q_HEAD=Q_HEAD, SPLIT=SPLITS)
+    log = tl.load(lse + at, split < SPLITS, other=float("-inf"))
+    top = tl.max(log, axis=0)
+    weight = tl.exp2(log - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, axis=0)
+    weight = weight / tl.where(total == 0.0, 1.0, total)
+    at = part_offset(
+        token, q_head, split[:, None], dv[None, :], Q_HEAD=Q_HEAD, SPLIT=SPLITS, V_HEAD_DIM=V_HEAD_DIM
+    )  # fmt: skip
+    inside = (split < SPLITS)[:, None] & (dv < V_HEAD_DIM)[None, :]
+    result = tl.sum(tl.load(part + at, inside, other=0.0) * weight[:, None], axis=0)
+    at = query_offset(token, q_head, dv, TOKEN_STRIDE=out_token_stride, HEAD_STRIDE=out_head_stride)
+    tl.store(out + at, result.to(out.dtype.element_ty), dv < V_HEAD_DIM)
+
+
+@contract(
+    "q_head % head == 0",
+    "dtype(q) == dtype(k_cache)",
+    "dtype(v_cache) == dtype(k_cache)",
+    when("dtype(k_cache) == e4m3", needs("q_scale", "k_scale", "v_scale")),
+    when("dtype(k_cache) != e4m3", forbids("q_scale", "k_scale", "v_scale")),
+    when("not given(query_start)", "token == seq"),
+    when("given(soft_cap)", "soft_cap > 0"),
+    when("given(window)", "window > 0"),
+    same_device=True,
+)
+def paged_attention(
+    q: Annotated[Tensor, QUERY],
+    k_cache: Annotated[Tensor, CACHE],
+    v_cache: Annotated[Tensor, CACHE(head_dim="v_head_dim")],
+    page_table: Annotated[Tensor, PAGE_TABLE, Index("page")],
+    seq_lens: Annotated[Tensor, PER_SEQ, Index("max_pages * page_size + 1")],
+    *,
+    q_scale: Annotated[Tensor, MXFP8_SCALE_FLAT(slot="token", head="q_head")] | None = None,
+    k_scale: Annotated[Tensor, SCALES] | None = None,
+    v_scale: Annotated[Tensor, SCALES(head_dim="v_head_dim")] | None = None,
+    query_start: Annotated[Tensor, QUERY_START, Indptr("token")] | None = None,
+    softmax_scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    page_size: int = 128,
+    scale_layout: Literal["interleaved", "flat"] = "interleaved",
+) -> Annotated[Tensor, ROWS_THD(head="q_head", head_dim="v_head_dim")]:
+    """Causal attention of each sequence's newest tokens over a paged KV cache that already holds them.
+
+    - ``q`` (token, q_head, head_dim): bf16 or fp16 as the cache is, e4m3 over an MXFP8 cache; head_dim is packed. Without
+      ``query_start`` there is one token per sequence (decode). With it (seq + 1,) int32, tokens ``query_start[s]`` to
+      ``query_start[s + 1]`` are sequence s's (extend); a sequence may have none, and not more than ``seq_lens[s]``.
+    - ``k_cache`` (slot, head, head_dim), ``v_cache`` (slot, head, v_head_dim): bf16, fp16, or e4m3, dense. Query head h
+      reads head h // (q_head / head).
+    - ``page_table`` (seq, max_pages) int32: key j of sequence s is in slot ``page_table[s, j // page_size] * page_size +
+      j % page_size``. Entries behind the last page of a sequence are not read, slots behind its last key neither.
+    - ``seq_lens`` (seq,) int32: keys of each sequence, those of the new tokens included; at most max_pages * page_size.
+    - ``q_scale`` (token, q_head, head_dim / 32), ``k_scale``, ``v_scale`` (``mxfp8.interleaved`` or ``mxfp8.flat``, as
+      ``scale_layout`` says): E8M0 or uint8. Required over an e4m3 cache, refused over another.
+
+    Query i of n of a sequence stands at position p = seq_len - n + i and sees the keys 0 to p, or with ``window`` the
+    newest ``window`` of them. Logits are q . k * softmax_scale (default head_dim ** -0.5), with ``soft_cap``
+    soft_cap * tanh(logits / soft_cap). A query that sees nothing, as where seq_len is 0, gets 0. Queries of one tile share
+    their loads: a NaN in V that one of them sees may reach the others, one that none sees reaches nobody.
+
+    Returns (token, q_head, v_head_dim) in the dtype of q, bf16 over MXFP8. Raises :class:`layoutcheck.LayoutError`;
+    ``RuntimeError`` without a GPU or the interpreter. Probabilities are rounded to the type of V (bf16 over MXFP8) for the
+    second product; all else is fp32. Source of the layouts: sglang 0.5.23 ``mxfp8_interleave_sf.py``; of the count of query
+    blocks: vLLM ``v1/attention/ops/triton_unified_attention.py``.
+    """
+    tokens, q_heads, head_dim = q.shape
+    heads, v_head_dim = v_cache.shape[1:]
+    mx = q_scale is not None
+    out = torch.empty((tokens, q_heads, v_head_dim), dtype=torch.bfloat16 if mx else q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    seqs, max_pages = page_table.shape
+    varlen = query_start is not None
+    sizes = _sizes(q_heads // heads, head_dim, v_head_dim, triton.cdiv(tokens, seqs) if varlen else 1, page_size, mx)
+    blocks = tokens // sizes["BLOCK_Q"] + seqs if varlen else seqs
+    splits = _splits(blocks * heads, max_pages * page_size)
+    part = lse = out  # not used
+    if splits > 1:
+        part = torch.empty((tokens, q_heads, splits, v_head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((tokens, q_heads, splits), dtype=torch.float32, device=q.device)
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    launch(
+        _attend_kernel, (blocks * heads, splits), q,
+        q, k_cache, v_cache, _bytes(q_scale, q), _bytes(k_scale, q), _bytes(v_scale, q), page_table, seq_lens,
+        query_start if varlen else seq_lens, out, part, lse,
+        seqs, q.stride(0), q.stride(1), page_table.stride(0), out.stride(0), out.stride(1),
+        softmax_scale * LOG2_E if soft_cap is None else softmax_scale / soft_cap * 2.0 * LOG2_E,
+        0.0 if soft_cap is None else soft_cap * LOG2_E, window or 0,
+        Q_HEAD=q_heads, HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size, **sizes,
+        SPLITS=splits, MX=mx, INTERLEAVED=mx and scale_layout == "interleaved", VARLEN=varlen,
+        CAPPED=soft_cap is not None, WINDOWED=window is not None,
+        **_schedule(q.device, sizes, k_cache.element_size()),
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            _join_kernel, (tokens * q_heads,), q, part, lse, out, out.stride(0), out.stride(1),
+            Q_HEAD=q_heads, V_HEAD_DIM=v_head_dim, BLOCK_V=sizes["BLOCK_V"],
+            SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _bytes(scale: Tensor | None, otherwise: Tensor) -> Tensor:
+    return otherwise if scale is None else raw(scale)
+
+
+def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, page_size: int, mx: bool) -> dict[str, Any]:
+    """The tile of a program: queries, heads, keys. ``queries`` is how many a sequence has, on average."""
+    block_h = triton.next_power_of_2(group)
+    block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
+    groups = min(block_d, block_v) // BLOCK.value if mx else 1
+    wanted = min(triton.next_power_of_2(queries) * block_h, 64)
+    # A spread tile has `groups` times as many rows as it needs: only where the hardware's least of 16 has them anyway.
+    spread = mx and wanted * groups <= 32
+    least = triton.cdiv(16, groups) if spread else 16
+    block_q = max(wanted, least) // block_h or 1
+    wide = max(block_d, block_v) > 256
+    return dict(
+        BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_N=32 if wide else 64, BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread
+    )
+
+
+def _splits(programs: int, longest: int) -> int:
+    """Parts of each sequence: enough programs for a few waves of a GPU, each with at least 128 keys."""
+    return max(1, min(triton.cdiv(2048, programs), longest // 128, 64))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def _schedule(device: torch.device, sizes: dict[str, Any], itemsize: int) -> dict[str, int]:
+    """Warps and pipeline stages."""
+    stage = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
+    stages = 3 if 3.2 * stage <= _shared_memory(device) else 2
+    return dict(num_warps=8 if sizes["BLOCK_Q"] * sizes["BLOCK_H"] >= 128 else 4, num_stages=stages)
