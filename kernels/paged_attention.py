@@ -7,8 +7,9 @@ they hold cannot reach the output.
 Over MXFP8 the E8M0 factors stay out of the matrix products: their operands are the e4m3 payload, exact in fp16 and bf16.
 Factors vary along the reduced axis of Q K^T, so the rows of Q are spread over the groups of head_dim (row (query, group)
 holds that group, zero elsewhere): a decode tile has rows to spare, and each row of scores then has one factor per key.
-V's factors, one per key and group, multiply the probabilities, spread in the same way. Many queries have no rows to
-spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries of the program.
+V's factors, one per key and group, are powers of two: their exponents are added to the logits of rows (query, group), each
+of which has a maximum of its own, so probabilities times factors stay in [0, 1] whatever the factors are. Many queries
+have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries of the program.
 """
 
 from __future__ import annotations
@@ -40,16 +41,22 @@ PART = Layout("attention.part", "token q_head split v_head_dim -> token q_head s
 PART_LSE = Layout("attention.lse", "token q_head split -> token q_head split", dtype=FP32)
 
 query_offset = QUERY.offset_fn("token", "head", "head_dim", name="query_offset", strides=("token", "head"))
-cache_offset = CACHE.offset_fn("page", "token", "head", "head_dim", name="paged_cache_offset")
-interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn("page", "token", "head", "group", name="paged_interleaved_offset")
 flat_offset = MXFP8_SCALE_FLAT.offset_fn("slot", "head", "group", name="paged_flat_offset")
 slot_of = SLOTS.offset_fn("page", "token", name="slot_of")
 table_offset = PAGE_TABLE.offset_fn("seq", "max_pages", name="page_table_offset", strides=("seq",))
 part_offset = PART.offset_fn("token", "q_head", "split", "v_head_dim", name="part_offset")
 lse_offset = PART_LSE.offset_fn("token", "q_head", "split", name="part_lse_offset")
+# These two also in 32 bits, for offsets within a page.
+CACHE_AXES, INTERLEAVED_AXES = ("page", "token", "head", "head_dim"), ("page", "token", "head", "group")
+cache_offset = CACHE.offset_fn(*CACHE_AXES, name="paged_cache_offset")
+cache_offset_32 = CACHE(offsets="int32").offset_fn(*CACHE_AXES, name="paged_cache_offset_32")
+interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn(*INTERLEAVED_AXES, name="paged_interleaved_offset")
+interleaved_offset_32 = MXFP8_SCALE_INTERLEAVED(offsets="int32").offset_fn(
+    *INTERLEAVED_AXES, name="paged_interleaved_offset_32"
+)
 
 LOG2_E = 1.4426950408889634
-# V is scaled down by this power of two inside, and back at the end: a sum over 2^32 keys of finite values is finite.
+# Dequantised tiles are smaller by this power of two, given back at the end: a sum of finite values is finite.
 HEADROOM = tl.constexpr(2.0**-32)
 RESTORE = tl.constexpr(2.0**32)
 
@@ -86,26 +93,52 @@ def _page(
 
 @triton.jit
 def _rows(
-    cache, page, token, live, head,
-    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache, page, start, lowest, stop, head,
+    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Rows [start, start + BLOCK_N) of a sequence, (key, head_dim); zero outside [lowest, stop)."""
+    n = tl.arange(0, BLOCK_N)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    at = cache_offset(page, token[:, None], head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
-    return tl.load(cache + at, live[:, None] & (d < HEAD_DIM), other=0.0)
+    if WHOLE:  # the map is linear in the token of a page: one address for the tile, and offsets that no tile changes
+        cache += cache_offset(page, start % PAGE_SIZE, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        at = cache_offset_32(0, n, 0, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+    else:
+        token = (start + n) % PAGE_SIZE
+        at = cache_offset(page, token, head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+    inside = (n >= lowest - start) & (n < stop - start)
+    if BLOCK_D != HEAD_DIM:
+        inside = inside & (d < HEAD_DIM)
+    return tl.load(cache + at, inside, other=0.0)
 
 
 @triton.jit
 def _scale_bytes(
-    scale, page, token, live, head,
-    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    scale, page, start, lowest, stop, head,
+    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The E8M0 bytes of a tile of keys, (key, group)."""
+    """The E8M0 bytes of the same rows, (key, group)."""
+    n = tl.arange(0, BLOCK_N)[:, None]
     group = tl.arange(0, GROUPS)[None, :]
-    if INTERLEAVED:
-        at = interleaved_offset(page, token[:, None], head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+    token = (start + n) % PAGE_SIZE
+    if not INTERLEAVED:
+        at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
+    elif WHOLE:  # the map is linear in the chunk of a page, and a tile has whole chunks
+        scale += interleaved_offset(page, start % PAGE_SIZE, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        at = interleaved_offset_32(0, n, 0, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
-        at = flat_offset(slot_of(page, token[:, None], PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
-    return tl.load(scale + at, live[:, None] & (group * BLOCK < HEAD_DIM), other=127)
+        at = interleaved_offset(page, token, head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+    inside = (n >= lowest - start) & (n < stop - start)
+    if GROUPS * BLOCK != HEAD_DIM:
+        inside = inside & (group * BLOCK < HEAD_DIM)
+    return tl.load(scale + at, inside, other=127)
+
+
+@triton.jit
+def _exponent(byte):
+    """The exponent of an E8M0 byte as fp32, NaN for 0xFF."""
+    return tl.where(byte == 255, float("nan"), byte.to(tl.float32) - 127.0)
 
 
 @triton.jit
@@ -113,6 +146,14 @@ def _dequantise(x, factor, N: tl.constexpr, GROUPS: tl.constexpr):
     """e4m3 rows (N, GROUPS * 32) times their factors (N, GROUPS), in bf16: exact, unless below 2^-133."""
     blocks = tl.reshape(x.to(tl.float32), (N, GROUPS, BLOCK)) * factor[:, :, None]
     return tl.reshape(blocks, (N, GROUPS * BLOCK)).to(tl.bfloat16)
+
+
+@triton.jit
+def _step(top, logits):
+    """One step of an online softmax: the new maximum, 2^(logits - it), and the factor of what was summed before."""
+    new = tl.maximum(top, tl.max(logits, axis=1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+    return new, tl.exp2(logits - base[:, None]), tl.exp2(top - base)
 
 
 @triton.jit
@@ -207,70 +248,75 @@ def _attend_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS * V_SPREAD, BLOCK_V), tl.float32)
-    # Pages are looked up two tiles ahead, and scales loaded one ahead: nothing in a tile waits for them.
-    page = _page(page_table, seq, begin, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
-    next_page = _page(page_table, seq, begin + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
-    if MX:
-        token = (begin + n) % PAGE_SIZE
-        live = (begin + n >= lowest) & (begin + n < stop)
-        k_byte = _scale_bytes(k_scale, page, token, live, head, HEAD, HEAD_DIM, PAGE_SIZE, K_GROUPS, INTERLEAVED)
-        v_byte = _scale_bytes(v_scale, page, token, live, head, HEAD, V_HEAD_DIM, PAGE_SIZE, V_GROUPS, INTERLEAVED)
+    v_top = tl.full((ROWS * V_SPREAD,), float("-inf"), tl.float32)
+    if MX:  # Scales are loaded a tile ahead, and their pages two: no tile waits for them.
+        page = _page(page_table, seq, begin, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+        k_byte = _scale_bytes(
+            k_scale, page, begin, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED
+        )
+        v_byte = _scale_bytes(
+            v_scale, page, begin, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED
+        )
+        next_page = _page(page_table, seq, begin + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
     for start in tl.range(begin, stop, BLOCK_N):
-        key = start + n
-        token = key % PAGE_SIZE
-        live = (key >= lowest) & (key < stop)
-        k = _rows(k_cache, page, token, live, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_D)
-        v = _rows(v_cache, page, token, live, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_V)
-        page = next_page
-        next_page = _page(page_table, seq, start + 2 * BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+        page = _page(page_table, seq, start, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+        k = _rows(k_cache, page, start, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, WHOLE)
+        v = _rows(v_cache, page, start, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_V, WHOLE)
         if MX:
-            k_factor = scale_value(k_byte.to(tl.int32))
-            v_factor = scale_value(v_byte.to(tl.int32)) * HEADROOM
-            ahead = key + BLOCK_N
-            token = ahead % PAGE_SIZE
-            live = ahead < stop
-            k_byte = _scale_bytes(k_scale, page, token, live, head, HEAD, HEAD_DIM, PAGE_SIZE, K_GROUPS, INTERLEAVED)
-            v_byte = _scale_bytes(v_scale, page, token, live, head, HEAD, V_HEAD_DIM, PAGE_SIZE, V_GROUPS, INTERLEAVED)
+            k_code = k_byte.to(tl.int32)
+            v_code = v_byte.to(tl.int32)
+            ahead = start + BLOCK_N
+            k_byte = _scale_bytes(
+                k_scale, next_page, ahead, lowest, stop, head,
+                HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED,
+            )  # fmt: skip
+            v_byte = _scale_bytes(
+                v_scale, next_page, ahead, lowest, stop, head,
+                HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED,
+            )  # fmt: skip
+            next_page = _page(page_table, seq, ahead + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
 
         if SPREAD:
             logits = tl.reshape(tl.dot(q_rows, tl.trans(k.to(tl.float16))), (ROWS, K_GROUPS, BLOCK_N))
-            logits = tl.sum(logits * q_factor[:, :, None] * tl.trans(k_factor)[None, :, :], axis=1)
-            logits *= lift_factor[:, None]
+            logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
+            logits = tl.sum(logits, axis=1) * lift_factor[:, None]
         elif MX:
-            k = _dequantise(k, k_factor * HEADROOM, BLOCK_N, K_GROUPS)  # K's largest block decodes to 2^128
+            k = _dequantise(k, scale_value(k_code) * HEADROOM, BLOCK_N, K_GROUPS)  # K's largest block decodes to 2^128
             logits = tl.dot(q_rows, tl.trans(k)) * qk_scale * RESTORE * lift_factor[:, None]
         else:
             logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
         if CAPPED:
             logits = cap * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
+        key = start + n
         seen = key[None, :] <= position[:, None]
         if WINDOWED:
             seen = seen & (key[None, :] > position[:, None] - window)
         logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-        p = tl.exp2(logits - base[:, None])
-        shrink = tl.exp2(top - base)
-        top = new_top
+        top, p, shrink = _step(top, logits)
         total = total * shrink + tl.sum(p, axis=1)
         if SPREAD:
-            p = tl.reshape(p[:, None, :] * tl.trans(v_factor)[None, :, :], (ROWS * V_GROUPS, BLOCK_N))
-            shrink = tl.reshape(tl.broadcast_to(shrink[:, None], (ROWS, V_GROUPS)), (ROWS * V_GROUPS,))
-            acc = tl.dot(p.to(tl.bfloat16), v.to(tl.bfloat16), acc * shrink[:, None])
+            logits = logits[:, None, :] + tl.trans(_exponent(v_code))[None, :, :]
+            logits = tl.where(seen[:, None, :], logits, float("-inf"))
+            v_top, p, shrink = _step(v_top, tl.reshape(logits, (ROWS * V_GROUPS, BLOCK_N)))
+            acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * shrink[:, None])
         else:
             if MX:
-                v = _dequantise(v, v_factor, BLOCK_N, V_GROUPS)
+                v = _dequantise(v, scale_value(v_code) * HEADROOM, BLOCK_N, V_GROUPS)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
     dv = tl.arange(0, BLOCK_V)[None, :]
     if SPREAD:
-        g = tl.arange(0, V_GROUPS)[None, :, None]
-        acc = tl.reshape(acc, (ROWS, V_GROUPS, BLOCK_V))
-        acc = tl.sum(tl.where(dv[:, None, :] // BLOCK == g, acc, 0.0), axis=1)
-    empty = total == 0.0
-    result = acc / tl.where(empty, 1.0, total)[:, None]
-    if MX:
-        result *= RESTORE
+        # Rows (query, group) back to their query, each with the columns of its group.
+        own_group = dv[:, None, :] // BLOCK == tl.arange(0, V_GROUPS)[None, :, None]
+        acc = tl.where(own_group, tl.reshape(acc, (ROWS, V_GROUPS, BLOCK_V)) / total[:, None, None], 0.0)
+        weight = tl.exp2(tl.reshape(v_top, (ROWS, V_GROUPS)) - tl.where(empty, 0.0, top)[:, None])
+        result = tl.sum(acc * weight[:, :, None], axis=1)
+    else:
+        result = acc / total[:, None]
+        if MX:
+            result *= RESTORE
     token = (first_token + query)[:, None]
     inside = alive[:, None] & (dv < V_HEAD_DIM)
     if SPLITS == 1:
@@ -279,7 +325,7 @@ def _attend_kernel(
     else:
         at = part_offset(token, q_head[:, None], split, dv, Q_HEAD=Q_HEAD, SPLIT=SPLITS, V_HEAD_DIM=V_HEAD_DIM)
         tl.store(part + at, result, inside)
-        denominator = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
+        denominator = tl.where(empty, float("-inf"), top + tl.log2(total))
         at = lse_offset(first_token + query, q_head, split, Q_HEAD=Q_HEAD, SPLIT=SPLITS)
         tl.store(lse + at, denominator, alive)
 
@@ -411,10 +457,8 @@ def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, page_size: 
     spread = mx and wanted * groups <= 32
     least = triton.cdiv(16, groups) if spread else 16
     block_q = max(wanted, least) // block_h or 1
-    wide = max(block_d, block_v) > 256
-    return dict(
-        BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_N=32 if wide else 64, BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread
-    )
+    block_n = 32 if max(block_d, block_v) > 256 else 128 if spread and page_size % 128 == 0 else 64
+    return dict(BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread)
 
 
 def _splits(programs: int, longest: int) -> int:
@@ -436,3 +480,30 @@ def _schedule(device: torch.device, sizes: dict[str, Any], itemsize: int) -> dic
     stage = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
     stages = 3 if 3.2 * stage <= _shared_memory(device) else 2
     return dict(num_warps=8 if sizes["BLOCK_Q"] * sizes["BLOCK_H"] >= 128 else 4, num_stages=stages)
+
+
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    """Realistic launches for a compiler without a GPU: (name, kernel, signature, constants)."""
+    numbers = "seqs q_token_stride q_head_stride table_stride out_token_stride out_head_stride window"
+    cases = []
+    for name, mx, queries, page_size, options in (
+        ("decode-bf16", False, 1, 128, dict()),
+        ("decode-bf16-page16-window", False, 1, 16, dict(WINDOWED=True)),
+        ("decode-mxfp8", True, 1, 128, dict()),
+        ("decode-mxfp8-flat-page32", True, 1, 32, dict(INTERLEAVED=False, CAPPED=True)),
+        ("extend-bf16", False, 512, 128, dict(SPLITS=1)),
+        ("extend-mxfp8", True, 512, 128, dict(SPLITS=1)),
+    ):
+        data, scale = ("*fp8e4nv", "*u8") if mx else ("*bf16", "*bf16")
+        signature = dict(q=data, k_cache=data, v_cache=data, q_scale=scale, k_scale=scale, v_scale=scale)
+        signature |= dict.fromkeys(("page_table", "seq_lens", "query_start"), "*i32")
+        signature |= dict(out="*bf16", part="*fp32", lse="*fp32") | dict.fromkeys(numbers.split(), "i32")
+        signature |= dict(qk_scale="fp32", cap="fp32")
+        constants = dict(
+            Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, INTERLEAVED=mx,
+            VARLEN=queries > 1, CAPPED=False, WINDOWED=False, **_sizes(4, 128, 128, queries, page_size, mx),
+        )  # fmt: skip
+        cases.append((name, _attend_kernel, signature, constants | options))
+    signature = dict(part="*fp32", lse="*fp32", out="*bf16", out_token_stride="i32", out_head_stride="i32")
+    cases.append(("join", _join_kernel, signature, dict(Q_HEAD=32, V_HEAD_DIM=128, BLOCK_V=128, SPLITS=8, BLOCK_S=8)))
+    return cases

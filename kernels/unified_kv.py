@@ -181,25 +181,24 @@ def quantize_store_unified_kv(
 
 
 @triton.jit
-def _listed_rows(
-    kv, kv_scale, slot, live, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Rows [slot, dim] as they are stored, and their scales [slot, group]; zeros where a slot is not live."""
+def _listed_rows(kv, slot, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [slot, dim] as they are stored; zeros where a slot is not live."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    rows = tl.load(kv + slot_offset(slot[:, None], d, DIM=DIM), live[:, None] & (d < DIM), other=0.0)
-    scale = None
-    if kv_scale is not None:
-        group = tl.arange(0, BLOCK_D // GROUP)[None, :]
-        at = slot_scale_offset(slot[:, None], group, PAGE_SIZE=PAGE_SIZE, PAGE_STRIDE=PAGE_STRIDE)
-        scale = tl.load(kv_scale + at, live[:, None] & (group < DIM // GROUP), other=0.0)
-    return rows, scale
+    return tl.load(kv + slot_offset(slot[:, None], d, DIM=DIM), live[:, None] & (d < DIM), other=0.0)
+
+
+@triton.jit
+def _listed_scales(
+    kv_scale, slot, live, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Scales [slot, group] of those rows."""
+    group = tl.arange(0, BLOCK_D // GROUP)[None, :]
+    at = slot_scale_offset(slot[:, None], group, PAGE_SIZE=PAGE_SIZE, PAGE_STRIDE=PAGE_STRIDE)
+    return tl.load(kv_scale + at, live[:, None] & (group < DIM // GROUP), other=0.0)
 
 
 @triton.jit
 def _dequantized(rows, scale, dtype: tl.constexpr):
-    if scale is None:
-        return rows
     groups = tl.reshape(rows.to(tl.float32), (rows.shape[0], rows.shape[1] // GROUP, GROUP)) * scale[:, :, None]
     return tl.reshape(groups, rows.shape).to(dtype)
 
@@ -244,13 +243,17 @@ def _attend_kernel(
 
     at = begin + tl.arange(0, BLOCK_N)
     slot = tl.load(indices + at, at < end, other=0)
-    rows, scale = _listed_rows(kv, kv_scale, slot, at < end, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
-    rows = _dequantized(rows, scale, q.dtype.element_ty)
+    rows = _listed_rows(kv, slot, at < end, DIM, BLOCK_D)
+    if kv_scale is not None:
+        scale = _listed_scales(kv_scale, slot, at < end, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+        rows = _dequantized(rows, scale, q.dtype.element_ty)
     slot = tl.load(indices + BLOCK_N + at, at < end - BLOCK_N, other=0)
     for start in range(begin, end, BLOCK_N):
         # The loads of the next tile, and of the slots of the one after it, are under way while this tile is used.
         at = start + tl.arange(0, BLOCK_N)
-        codes, scale = _listed_rows(kv, kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+        more = _listed_rows(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
+        if kv_scale is not None:
+            scale = _listed_scales(kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
         slot = tl.load(indices + 2 * BLOCK_N + at, at < end - 2 * BLOCK_N, other=0)
         scores = tl.dot(rows, queries) * softmax_scale_log2
         scores = tl.where((at < end)[:, None], scores, float("-inf"))
@@ -260,7 +263,9 @@ def _attend_kernel(
         l = l * correction + tl.sum(p, axis=0)  # noqa: E741
         acc = tl.dot(tl.trans(rows), p.to(q.dtype.element_ty), acc * correction[None, :])
         m = new
-        rows = _dequantized(codes, scale, q.dtype.element_ty)
+        if kv_scale is not None:
+            more = _dequantized(more, scale, q.dtype.element_ty)
+        rows = more
 
     acc = tl.trans(acc / l[None, :])
     inside = (head < HEAD)[:, None] & (d < DIM)[None, :]

@@ -24,6 +24,7 @@ from layoutcheck._solve import Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
 
 INT32_MAX = 2**31 - 1
+_NEED_NO_PARENTHESES = ("+", "-", "*", "/", "//", "%", "cdiv", "align", "min", "max", "dtype", "numel", "tuple")
 _counter = itertools.count()
 # What a comparison on something that is no tensor, or has the wrong rank, may raise. The slow path then names it.
 CAUGHT = (AttributeError, TypeError, ValueError, ZeroDivisionError, IndexError)
@@ -41,6 +42,9 @@ class _Writer:
             "_overlap": overlap,
         }
         self.lines: list[str] = []
+        self.settled = {s.equation for s in contract.steps if not s.optional}
+        self.settled |= {c.equation for c in contract.checks if _of_required(contract, c.argument)}
+        self.done: set[str] = set()  # tests made on every call: no branch repeats them
 
     def constant(self, value: Any) -> str:
         """A global that holds a value, one per value."""
@@ -76,26 +80,30 @@ class _Writer:
                 text = self.test(a)
                 return f"({text} > 0 and {text} & ({text} - 1) == 0)"
             case Op("and" | "or" as op, parts):
-                return "(" + f" {op} ".join(self.test(p) for p in parts) + ")"
+                return f" {op} ".join(f"({self.test(p)})" for p in parts)
             case Op("not", (a,)):
-                return f"(not {self.test(a)})"
+                return f"not ({self.test(a)})"
             case Op("tuple", parts):
                 return "(" + ", ".join(self.test(p) for p in parts) + ",)"
             case Op("==" | "!=" | "<" | "<=" | ">" | ">=" | "in" | "not in" as op, (a, b)):
                 word = {"==": "is", "!=": "is not"}.get(op, op) if b == Const(None) else op
                 exact = [d for side in (a, b) for d in divisions(side)]
-                compare = f"{self.test(a)} {word} {self.test(b)}"
-                return "(" + " and ".join([*(self.exact(d) for d in exact), compare]) + ")"
+                compare = f"{self.operand(a)} {word} {self.operand(b)}"
+                return " and ".join([*(self.exact(d) for d in exact), compare])
         return self.size(expr)
 
+    def operand(self, expr: Expr) -> str:
+        """One side of a comparison as source."""
+        text = self.test(expr)
+        return text if not isinstance(expr, Op) or expr.op in _NEED_NO_PARENTHESES else f"({text})"
+
     def exact(self, division: Op) -> str:
-        a, b = (self.size(e) for e in division.args)
-        return f"({a}) % ({b}) == 0"
+        return self.size(Op("%", division.args)) + " == 0"
 
     # --- one tensor --------------------------------------------------------------------------------------------------
 
     def bind(self, spec: TensorSpec, form: Form, steps: list[Step]) -> None:
-        """Unpack the dims that this argument binds; the rest is compared in :meth:`form`."""
+        """Unpack the shape of an argument that binds dims; what it does not bind is compared in :meth:`shape`."""
         mine = {s.index: s for s in steps if s.argument == spec.name and s.kind in ("shape", "variadic")}
         if not mine:
             return
@@ -110,8 +118,16 @@ class _Writer:
                 if step.kind == "shape":
                     self.lines.append(f"{self.local(step.name)} = _s[{index}]")
             return
-        targets = [self.local(mine[i].name) if i in mine else "_" for i in range(len(form.sizes))]
+        targets = [
+            self.local(mine[i].name) if i in mine else "_" if size is None else f"_{spec.name}_{i}"
+            for i, size in enumerate(form.sizes)
+        ]
         self.lines.append(f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {spec.name}.shape")
+
+    def fresh(self, tests: list[str]) -> str:
+        """The tests, joined, without those that every call makes already."""
+        kept = [t for t in dict.fromkeys(tests) if t not in self.done]
+        return " and ".join(kept) or "True"
 
     def form(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
         """The comparisons of one form of one tensor."""
@@ -158,7 +174,7 @@ class _Writer:
             wanted = ", ".join(self.size(s) for s in sizes if s is not None)
             return [*exact, f"{x}.shape == ({wanted}{',' if len(sizes) == 1 else ''})"]
         tests = [
-            f"{x}.shape[{i}] == {self.size(s)}"
+            f"{f'_{x}_{i}' if fresh else f'{x}.shape[{i}]'} == {self.size(s)}"
             for i, s in enumerate(sizes)
             if s is not None and f"{x}:{i}" not in bound
         ]
@@ -312,14 +328,20 @@ def _body(w: _Writer) -> None:
             tests += w.form(spec, spec.form, bound)
     tests += [t for check in c.checks if _of_required(c, check.argument) for t in _equation(w, check.equation)]
     tests += _same_device(w, required)
-    w.lines.append("_ok = " + (" and ".join(tests) or "True"))
+    late: list[str] = []
+    sure = {s.name for s in c.steps if not s.optional} | set(c.signature.parameters) | set(c.derive)
+    for under, rule in c.conditions:
+        used = {n for r in (*under, rule) if isinstance(r, Condition) for n in names(r.expr)}
+        (tests if used <= sure else late).append(_rule(w, under, rule))
+    w.lines.append(f"_ok = {w.fresh(tests)}")
+    w.done |= set(tests)
     for spec in c.tensors.values():
         if spec.form is None:
             _choice(w, spec)
         elif spec.optional:
             _optional(w, spec, spec.form, bound)
-    if rules := [t for t in (_rule(w, under, rule) for under, rule in c.conditions) if t]:
-        w.lines.append(f"_ok = _ok and {' and '.join(rules)}")
+    if late:
+        w.lines.append(f"_ok = _ok and {w.fresh(late)}")
 
 
 def _of_required(c: Contract, argument: str) -> bool:
@@ -367,10 +389,11 @@ def _same_device(w: _Writer, required: list[TensorSpec]) -> list[str]:
     return [" == ".join(f"{s.name}.device" for s in (first, *rest))]
 
 
-def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str | None:
+def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str:
     match rule:
         case Condition(expr):
             text = w.test(expr)
+            text = f"({text})" if isinstance(expr, Op) and expr.op == "or" else text
         case Needs(args):
             text = " and ".join(f"{a} is not None" for a in args)
         case Forbids(args):
@@ -382,11 +405,10 @@ def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str | None:
             pairs = itertools.combinations(args, 2)
             text = "(_compiling() or not (" + " or ".join(f"_overlap({a}, {b})" for a, b in pairs) + "))"
         case _:
-            return None
+            raise AssertionError(f"no such rule: {rule!r}")
     if under:
-        conditions = " and ".join(w.test(u.expr) for u in under)
-        return f"(not ({conditions}) or ({text}))"
-    return f"({text})"
+        return f"(not ({' and '.join(f'({w.test(u.expr)})' for u in under)}) or ({text}))"
+    return text
 
 
 def _optional(w: _Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None:
@@ -401,7 +423,7 @@ def _optional(w: _Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None
     tests += w.form(spec, form, bound)
     tests += [t for check in w.contract.checks if check.argument == spec.name for t in _equation(w, check.equation)]
     tests += _device_of(w, spec)
-    inner = [*w.lines[start:], f"_ok = _ok and {' and '.join(tests)}"]
+    inner = [*w.lines[start:], f"_ok = _ok and {w.fresh(tests)}"]
     del w.lines[start:]
     w.lines += [f"if {spec.name} is not None:", *(f"    {line}" for line in inner)]
 
@@ -430,11 +452,11 @@ def _choice(w: _Writer, spec: TensorSpec) -> None:
             elif step.kind == "default":
                 w.lines.append(f"{w.local(step.name)} = {step.index}")
         tests += w.form(spec, form, bound)
-        done = {s.equation for s in steps}
+        done = {s.equation for s in steps} | w.settled
         tests += [t for e in form.equations if e not in done for t in _equation(w, e)]
         if spec.optional:
             tests += _device_of(w, spec)
-        branch = [*w.lines[start:], f"_ok = _ok and {' and '.join(tests)}"]
+        branch = [*w.lines[start:], f"_ok = _ok and {w.fresh(tests)}"]
         del w.lines[start:]
         head = "else:" if condition is None else f"{'elif' if case else 'if'} {w.test(condition)}:"
         lines += [head, *(f"    {line}" for line in branch)]

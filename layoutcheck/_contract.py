@@ -46,6 +46,7 @@ class Contract:
     derive: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     results: tuple[TensorSpec | None, ...] = ()
     unresolved: tuple[str, ...] = ()
+    lone: bool = False  # one tensor against one layout: there is nothing else that could bind a part
     mode: _mode.Mode | None = None
     source: str = ""
 
@@ -235,7 +236,7 @@ def make(
         derive,
         _results(returned),
         tuple(unresolved),
-        mode,
+        mode=mode,
     )
 
 
@@ -304,7 +305,7 @@ def contract(
         made = make(fn, rules, same_device=same_device, derive=derive, annotations=annotations, mode=mode)
         return _guarded(fn, made)
 
-    if len(rules) == 1 and callable(rules[0]):
+    if len(rules) == 1 and (callable(rules[0]) or isinstance(rules[0], staticmethod | classmethod)):
         fn, rules = rules[0], ()
         return decorate(fn)
     return decorate
@@ -346,4 +347,4 @@ def _tensor_contract(layout: Layout, known: tuple[str, ...]) -> Contract:
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("tensor", *known)]
     specs: dict[str, Spec] = {"tensor": TensorSpec("tensor", ((None, _specs.layout_form("tensor", layout)),))}
     specs |= {n: ScalarSpec(n, int, classes=(int,)) for n in known}
-    return Contract(layout.name, inspect.Signature(parameters), specs, ())
+    return Contract(layout.name, inspect.Signature(parameters), specs, (), lone=True)

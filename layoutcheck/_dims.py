@@ -33,12 +33,11 @@ class Inexact(ArithmeticError):
 
     def __init__(self, division: Op, numerator: int, denominator: int) -> None:
         self.division, self.numerator, self.denominator = division, numerator, denominator
-        left, right = (brief(a) for a in division.args)
         if denominator == 0:
-            super().__init__(f"{brief(division)} needs {right} != 0, got 0")
+            super().__init__(f"{brief(division)} needs {brief(division.args[1])} != 0, got 0")
         else:
-            rest = numerator % denominator
-            super().__init__(f"{left} % {right} == 0 is needed, got {numerator} % {denominator} = {rest}")
+            rule, rest = brief(Op("%", division.args)), numerator % denominator
+            super().__init__(f"{rule} == 0 is needed, got {numerator} % {denominator} = {rest}")
 
 
 @dataclass(frozen=True, slots=True)

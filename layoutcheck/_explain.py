@@ -12,7 +12,7 @@ import torch
 
 from layoutcheck import _causes, _compile, _dtypes
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Expr, Inexact, Name, Op, brief, evaluate, names
+from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, Op, brief, evaluate, names
 from layoutcheck._errors import Violation, numbers, table
 from layoutcheck._layout import Layout
 from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
@@ -152,6 +152,14 @@ class _Explanation:
         found = []
         if form.dtypes is not None and value.dtype not in form.dtypes:
             found.append(self.dtype(spec, form, value))
+        for size in form.sizes:
+            try:
+                evaluate(size, self.values) if size is not None else None
+            except Inexact as error:
+                equation = Equation(size, size)  # type: ignore[arg-type]
+                return [*found, self.remainder(Step("derive", "", spec.name, expr=size, equation=equation), error)]
+            except (KeyError, TypeError):
+                continue
         if shape := self.shape(spec, form, value):
             found.append(shape)
         elif form.strides is not None:
@@ -426,7 +434,7 @@ class _Explanation:
         text = self.form_of(spec).text if spec and self.form_of(spec) else ""  # type: ignore[union-attr]
         return Violation(
             step.argument, "relation", wanted, got + where,
-            f"{text} needs {step.equation}" if text else None,
+            f"{text} needs {step.equation}" if text and step.equation.left != step.equation.right else None,
             f"choose {left} as a multiple of {error.denominator}" if error.denominator else f"pass a {right} above 0",
             headline=f"{step.argument}: {wanted} is needed",
         )  # fmt: skip

@@ -8,7 +8,7 @@ scales never bind the page size that they are checked against. What no step uses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,29 +66,29 @@ def solve(contract: Contract) -> tuple[list[Step], list[Check]]:
     """
     tensors = contract.tensors.values()
     required = [(s, s.form) for s in tensors if not s.optional and s.form is not None]
-    solver = _Solver(set(), [Check(e, s.name) for s, form in required for e in form.equations])
+    pending = {e: Check(e, s.name) for s, form in reversed(required) for e in form.equations}
+    solver = _Solver(set(), list(pending.values()))
     _scalars(contract, solver)
     solver.derive()
     for spec, form in required:
         alone = not any(_shows_whole(form, other) for _, other in required if other is not form)
         solver.sight(spec, form, _visible(alone))
     for spec, form in required:  # parts that no other argument determines
-        solver.sight(spec, form, _any)
+        solver.sight(spec, form, _visible(True))
     for spec, form in required:
         solver.invert(spec, form)
     for spec, form in required:
         solver.defaults(spec, form)
     for spec, form in required:  # a private size that nothing determines is what the tensor says
-        solver.sight(spec, form, _any, even_parts=True)
+        solver.sight(spec, form, _any if contract.lone else solver.harmless(form), even_parts=True)
 
     steps, checks = solver.steps, list(solver.pending)
     for spec, form in [(s, s.form) for s in tensors if s.optional and s.form is not None]:
         elsewhere = {n for s in tensors if s is not spec for _, f in s.forms for n in names_of(f)}
-        own = _Solver(solver.known, [Check(e, spec.name) for e in form.equations], optional=True)
+        own = _Solver(solver.known, _own(spec, form, pending), optional=True)
         own.defaults(spec, form)
         own.derive()
         own.sight(spec, form, _not_in(elsewhere), even_parts=True)
-        solver.known |= own.known
         steps += own.steps
         checks += own.pending
     for spec in tensors:
@@ -96,11 +96,11 @@ def solve(contract: Contract) -> tuple[list[Step], list[Check]]:
             continue
         cases = []
         for i, (_, case) in enumerate(spec.forms):
-            own = _Solver(solver.known, [Check(e, spec.name) for e in case.equations], optional=True, case=i)
+            own = _Solver(solver.known, _own(spec, case, pending), optional=True, case=i)
             own.derive()
             own.defaults(spec, case)
-            own.sight(spec, case, _any)
-            own.sight(spec, case, _any, even_parts=True)
+            own.sight(spec, case, _visible(True))
+            own.sight(spec, case, own.harmless(case), even_parts=True)
             cases.append(own)
             steps += own.steps
             checks += own.pending
@@ -108,6 +108,11 @@ def solve(contract: Contract) -> tuple[list[Step], list[Check]]:
             solver.known |= set.intersection(*(c.known for c in cases))
     _must_be_known(contract, {s.name for s in steps})
     return steps, checks
+
+
+def _own(spec: TensorSpec, form: Form, settled: Container[Equation]) -> list[Check]:
+    """The equations of one argument that the required arguments do not settle already."""
+    return [Check(e, spec.name) for e in form.equations if e not in settled]
 
 
 def _any(name: str, whole: str | None) -> bool:
@@ -168,6 +173,16 @@ class _Solver:
             if (even_parts or whole not in self.known) and allowed(size.name, whole):
                 self.add("shape", size.name, spec.name, index)
         self.derive()
+
+    def harmless(self, form: Form) -> Callable[[str, str | None], bool]:
+        """Names that may bind themselves: not a part whose equation would then bind a size that others are checked by."""
+
+        def allowed(name: str, whole: str | None) -> bool:
+            together = {n for c in self.pending for n in names(c.equation.left) if name in names(c.equation.right)}
+            together |= {n for c in self.pending for n in names(c.equation.right) if name in names(c.equation.left)}
+            return whole is None or not any("." not in n and n not in self.known for n in together)
+
+        return allowed
 
     def invert(self, spec: TensorSpec, form: Form) -> None:
         """Solve a shown expression for its only unknown: ``head_dim / 32`` binds head_dim."""
@@ -241,9 +256,10 @@ def _must_be_known(contract: Contract, known: set[str]) -> None:
             if not missing:
                 continue
             shown = ", ".join(n.rpartition(".")[2] for n in missing)
-            name = missing[0].rpartition(".")[2]
+            first = [d for d in form.layout.dims if d in missing] if form.layout else []
+            name = (first or missing)[-1].rpartition(".")[2]
             raise TypeError(
-                f"{contract.name}: nothing determines {shown} of {spec.name} ({form.text}). Bind {name} by a scalar "
-                f"argument {name}: int, by a required tensor that shows it as a dimension of its own, or by a number in the "
-                f"layout ({name}=...)"
+                f"{contract.name}: nothing determines {shown} of {spec.name} ({form.text}). Bind {name} by a "
+                f"scalar argument {name}: int, by a required tensor that shows it as a dimension of its own, or by a number in "
+                f"the layout ({name}=...)"
             )

@@ -7,8 +7,10 @@ anything else, for which ``isinstance`` or beartype decides. Which names are kno
 from __future__ import annotations
 
 import re
+import sys
 import types
 import typing
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,15 +90,9 @@ def resolve(annotation: Any, fn: Any) -> Any:
     """
     if not isinstance(annotation, str):
         return annotation
-    closure = {}
-    if getattr(fn, "__closure__", None):
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__, strict=True):
-            try:
-                closure[name] = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+    module = getattr(fn, "__globals__", {})
     try:
-        return eval(annotation, getattr(fn, "__globals__", {}), closure)
+        return eval(annotation, module, _enclosing(module))
     except NameError as error:
         if re.search(r"\bAnnotated\b|\[[^\]]*[\"']", annotation):
             raise TypeError(
@@ -104,6 +100,17 @@ def resolve(annotation: Any, fn: Any) -> Any:
                 "Import the name at run time, not only under TYPE_CHECKING"
             ) from None
         return _UNRESOLVED
+
+
+def _enclosing(module: dict[str, Any]) -> Mapping[str, Any]:
+    """The local names around the decoration: a string annotation may speak of what no closure holds."""
+    frame = sys._getframe(1)
+    scopes = []
+    while frame is not None:
+        if frame.f_globals is module and frame.f_locals is not module:
+            scopes.append(dict(frame.f_locals))
+        frame = frame.f_back  # type: ignore[assignment]
+    return ChainMap(*scopes)
 
 
 def read(name: str, annotation: Any) -> Spec | None:

@@ -1,0 +1,466 @@
+"""The fused prologue in the interpreter: against float64, the golden stores, poison, and wrong buffers from the wild.
+
+Bytes moved (conv caches, windows) and bytes quantised from equal bf16 are compared for equality. A bf16 result may be one
+ulp off: the kernel sums in fp32, the reference in float64, and where the sum lies within that error of the middle between
+two bf16 values it may round to the other one. That is rare, so how many may differ is bounded too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import layoutcheck.kernels.fused_prologue as fp
+from layoutcheck import LayoutError, mode
+from layoutcheck.kernels.fused_prologue import fused_prologue_decode, fused_prologue_extend, fused_prologue_verify
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
+NAN = float("nan")
+
+
+# --- reference, in float64 --------------------------------------------------------------------------------------------
+
+
+def rounded(x: torch.Tensor, bits: int, smallest: int) -> torch.Tensor:
+    """float64 rounded once, to nearest even, to ``bits`` of significand; ``smallest`` is the exponent of the last normal."""
+    exponent = torch.frexp(x)[1] - 1
+    step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=smallest) - (bits - 1))
+    return torch.where(torch.isfinite(x), torch.round(x / step) * step, x)
+
+
+def bf16(x: torch.Tensor) -> torch.Tensor:
+    return rounded(x.double(), 8, -126)
+
+
+def norm(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
+    heads = x.reshape(len(x), -1, 128)
+    inverse = 1 / torch.sqrt((heads**2).mean(-1, keepdim=True) + eps)
+    return bf16(heads * inverse * gamma.double()).reshape(x.shape)
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Payload bytes of x's shape and scale bytes (..., size / 32) of bf16 values."""
+    blocks = x.double().reshape(*x.shape[:-1], -1, 32)
+    significand, exponent = torch.frexp(blocks.abs().amax(-1))
+    scale = (exponent - 9 + (significand > 0.875).int()).clamp(-127, 127)  # 448 is 0.875 * 2^9
+    nan = blocks.isnan().any(-1)
+    payload = rounded(torch.ldexp(blocks, -scale[..., None]), 4, -6).clamp(-448, 448)
+    payload = torch.where(nan[..., None], NAN, payload).float().to(E4M3).view(torch.uint8)
+    return payload.reshape(x.shape), torch.where(nan, 255, scale + 127).to(torch.uint8)
+
+
+def window(x: torch.Tensor, history: torch.Tensor, first: int, token: int) -> torch.Tensor:
+    """The raw rows up to a token, whose sequence begins at ``first``: (width, dkv)."""
+    return torch.cat([history, x[first : token + 1]])[-history.shape[0] - 1 :]
+
+
+def convolved(windows: torch.Tensor, weight: torch.Tensor, silu: bool, residual: bool) -> torch.Tensor:
+    rows = windows.double()
+    y = (rows * weight.double().T).sum(1)
+    if silu:
+        y = y / (1 + torch.exp(-y))
+    return bf16(y + rows[:, -1] if residual else y)
+
+
+def ulps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        bits = x.to(BF16).view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    assert not got.isnan().any()
+    return (ordered(got) - ordered(want)).abs()
+
+
+def assert_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
+    off = ulps(got, want)
+    assert off.max() <= 1
+    assert (off > 0).sum() <= 1 + off.numel() // 500
+
+
+# --- a problem --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Problem:
+    """Arguments of one call. No two sizes are equal; what must not be read is NaN, and so is everything that is written."""
+
+    mode: str
+    lengths: list[int]  # tokens of each sequence
+    mxfp8: bool = True
+    width: int = 4
+    silu: bool = True
+    residual: bool = True
+    factor: bool = True
+    track: bool = False
+    heads: int = 2
+    q_heads: int = 3
+    page_size: int = 96
+    pages: int = 5
+    seed: int = 0
+    index_dtype: torch.dtype = torch.int32
+    args: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=g).to(BF16)
+
+        self.dq, self.dkv = self.q_heads * 128, self.heads * 128
+        tokens, seqs, slots = sum(self.lengths), len(self.lengths), self.page_size * self.pages
+        self.v_offset, self.q_offset = 8, 8 + self.dkv + 16
+        self.k_offset = self.q_offset + self.dq
+        row = self.k_offset + self.dkv + 24
+        qkvr = torch.full((tokens, row + 40), NAN, dtype=BF16)[:, :row]
+        for start, size in ((self.q_offset, self.dq), (self.k_offset, self.dkv), (self.v_offset, self.dkv)):
+            qkvr[:, start : start + size] = draw(tokens, size) * 2
+        pool = seqs + 6
+        index = torch.randperm(pool, generator=g)[:seqs]
+        mask = torch.arange(seqs) % 3 != 1
+        index[seqs // 2] = -1 if seqs > 2 else index[seqs // 2]
+        self.cu = torch.tensor([0, *np.cumsum(self.lengths)])
+        # K and V of the conv cache interleaved, as one buffer of an engine may hold them.
+        conv = torch.full((pool, self.width - 1, 2 * self.dkv + 32), NAN, dtype=BF16)
+        for i, m in zip(index.tolist(), mask.tolist(), strict=True):
+            if i >= 0 and m:
+                conv[i, :, : 2 * self.dkv] = draw(self.width - 1, 2 * self.dkv)
+        loc = 1 + torch.randperm(slots - 1, generator=g)[:tokens]
+        loc[1:3] = torch.tensor([0, -7])[: len(loc[1:3])]
+        element = E4M3 if self.mxfp8 else BF16
+
+        def cache() -> torch.Tensor:
+            size = (slots, self.heads, 128 * element.itemsize)
+            return torch.full(size, 0xFF, dtype=torch.uint8).view(element)
+
+        def scale() -> torch.Tensor | None:
+            size = (self.pages, self.heads, 32, self.page_size // 32, 4)
+            return torch.full(size, 0xFF, dtype=torch.uint8).view(E8M0) if self.mxfp8 else None
+
+        self.args = dict(
+            qkvr=qkvr,
+            k_weight=draw(self.dkv, self.width),
+            v_weight=draw(self.dkv, self.width),
+            q_gamma=draw(128),
+            k_gamma=draw(128),
+            k_conv=conv[:, :, : self.dkv],
+            v_conv=conv[:, :, self.dkv : 2 * self.dkv],
+            cache_indices=index.to(self.index_dtype),
+            cache_mask=mask,
+            loc=loc,
+            k_cache=cache(),
+            v_cache=cache(),
+            k_scale=scale(),
+            v_scale=scale(),
+            dq=self.dq,
+            q_offset=self.q_offset,
+            k_offset=self.k_offset,
+            v_offset=self.v_offset,
+            page_size=self.page_size,
+            eps=1e-5,
+            silu=self.silu,
+            residual=self.residual,
+            q_factor=torch.rand(tokens, generator=g) + 0.5 if self.factor else None,
+        )
+        if self.mode == "verify":
+            (draft,) = set(self.lengths)
+            size = (seqs + 1, draft, self.width - 1, self.dkv)
+            self.args |= dict(draft_tokens=draft, k_window=torch.full(size, NAN, dtype=BF16))
+            self.args |= dict(v_window=torch.full(size, NAN, dtype=BF16))
+        if self.mode == "extend":
+            seq = torch.repeat_interleave(torch.arange(seqs), torch.tensor(self.lengths))
+            self.args |= dict(cu_seqlens=self.cu, seq_index=seq.int())
+        if self.track:
+            free = [i for i in range(pool) if i not in index.tolist()]
+            self.args |= dict(
+                track_indices=torch.tensor([free[i % len(free)] for i in range(seqs)]),
+                track_mask=torch.arange(seqs) % 2 == 0,
+            )
+            if self.mode == "extend":
+                rows = torch.randint(0, tokens, (seqs, self.width - 1), generator=g)
+                self.args |= dict(track_rows=rows)
+
+    def call(self) -> fp.Prologue:
+        entry = {"decode": fused_prologue_decode, "verify": fused_prologue_verify, "extend": fused_prologue_extend}
+        return entry[self.mode](**self.args)
+
+    def slices(self, which: str) -> torch.Tensor:
+        start = {"q": self.q_offset, "k": self.k_offset, "v": self.v_offset}[which]
+        return self.args["qkvr"][:, start : start + (self.dq if which == "q" else self.dkv)]
+
+    def history(self, which: str, conv: torch.Tensor) -> list[torch.Tensor]:
+        """The raw rows before each sequence."""
+        pairs = zip(self.args["cache_indices"].tolist(), self.args["cache_mask"].tolist(), strict=True)
+        return [conv[i] if i >= 0 and m else torch.zeros(conv.shape[1:], dtype=BF16) for i, m in pairs]
+
+    def windows(self, which: str, conv: torch.Tensor) -> torch.Tensor:
+        x, history = self.slices(which), self.history(which, conv)
+        starts = [(s, t) for s, n in enumerate(self.lengths) for t in range(int(self.cu[s]), int(self.cu[s]) + n)]
+        return torch.stack([window(x, history[s], int(self.cu[s]), t) for s, t in starts])
+
+
+def check(p: Problem) -> fp.Prologue:
+    """Call, and compare every result and every byte of every buffer."""
+    a = p.args
+    before = {n: t.clone() for n, t in a.items() if isinstance(t, torch.Tensor)}
+    got = p.call()
+
+    q = norm(p.slices("q").double(), a["q_gamma"], a["eps"])
+    if p.factor:
+        q = bf16(q * a["q_factor"].double()[:, None])
+    if p.mxfp8:
+        assert got.q.dtype == E4M3
+        assert got.q_scale.dtype == E8M0
+        assert got.q_scale.shape == (len(q), p.q_heads, 4)
+        value = got.q.double().reshape(len(q), -1, 32) * got.q_scale.double().reshape(len(q), -1, 1)
+        # half a step of e4m3 at the block's largest magnitude, and the rounding of q itself
+        amax = q.reshape(len(q), -1, 32).abs().amax(-1, keepdim=True)
+        assert ((value - q.reshape(value.shape)).abs() <= amax * (2**-4 + 2**-8)).all()
+    else:
+        assert got.q_scale is None
+        assert_rounded(got.q, q)
+
+    index, rows = a["cache_indices"].tolist(), [s for s, n in enumerate(p.lengths) for _ in range(n)]
+    for which, result in (("k", got.k), ("v", got.v)):
+        raw = p.windows(which, before[f"{which}_conv"])
+        want = convolved(raw, a[f"{which}_weight"], p.silu, p.residual)
+        assert_rounded(result, norm(want, a["k_gamma"], a["eps"]) if which == "k" else want)
+
+        cache, scale = before[f"{which}_cache"], before.get(f"{which}_scale")
+        heads = result.reshape(-1, p.heads, 128)
+        bytes_, scales = quantised(heads) if p.mxfp8 else (heads.view(torch.uint8), None)
+        for t, slot in enumerate(a["loc"].tolist()):
+            if slot > 0 and index[rows[t]] >= 0:
+                cache.view(torch.uint8)[slot] = bytes_[t]
+                if scale is not None:
+                    page, at = divmod(slot, p.page_size)
+                    scale.view(torch.uint8)[page, :, at % 32, at // 32] = scales[t]
+        assert torch.equal(a[f"{which}_cache"].view(torch.uint8), cache.view(torch.uint8))
+        if scale is not None:
+            assert torch.equal(a[f"{which}_scale"].view(torch.uint8), scale.view(torch.uint8))
+
+        conv = before[f"{which}_conv"].clone()
+        history = p.history(which, before[f"{which}_conv"])
+        for s, (i, n) in enumerate(zip(index, p.lengths, strict=True)):
+            if i < 0 or not n or p.mode == "verify":
+                continue
+            first = int(p.cu[s])
+            conv[i] = torch.cat([history[s], p.slices(which)[first : first + n]])[-(p.width - 1) :]
+            if p.track and a["track_mask"][s]:
+                tracked = p.slices(which)[a["track_rows"][s]] if p.mode == "extend" else conv[i]
+                conv[a["track_indices"][s]] = tracked
+        same_bits(a[f"{which}_conv"], conv)
+        if p.mode == "verify":
+            windows = before[f"{which}_window"]
+            for t, s in enumerate(rows):
+                if index[s] >= 0:
+                    windows[s, t - int(p.cu[s])] = raw[t, 1:]
+            same_bits(a[f"{which}_window"], windows)
+    return got
+
+
+def same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.equal(got.contiguous().view(torch.int16), want.contiguous().view(torch.int16))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN: a byte of a result that no kernel writes is found."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        tensor.view(torch.uint8).fill_(0xFF)
+        return tensor
+
+    monkeypatch.setattr(fp.torch, "empty", poisoned)
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch):
+    def set_(*sizes: int) -> None:
+        monkeypatch.setattr(fp, "_tiles", lambda tokens: sizes)
+
+    return set_
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mxfp8", [True, False], ids=["mxfp8", "bf16"])
+@pytest.mark.parametrize(
+    ("width", "silu", "residual", "factor", "track"),
+    [(4, True, True, True, True), (3, False, True, False, False), (2, True, False, True, False)],
+)
+def test_decode(mxfp8, width, silu, residual, factor, track, tiles):
+    tiles(4, 2, 4)
+    check(Problem("decode", [1] * 5, mxfp8, width, silu, residual, factor, track))
+
+
+@pytest.mark.parametrize("tile", [(1, 4, 1), (2, 1, 2)])
+def test_decode_in_tiles_of_any_size(tile, tiles):
+    tiles(*tile)
+    check(Problem("decode", [1] * 3, track=True, seed=1, index_dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mxfp8", [True, False], ids=["mxfp8", "bf16"])
+@pytest.mark.parametrize("draft", [2, 5])  # shorter and longer than the window
+def test_verify(mxfp8, draft, tiles):
+    tiles(8, 2, 4)
+    check(Problem("verify", [draft] * 3, mxfp8))
+
+
+@pytest.mark.parametrize(("width", "silu", "residual"), [(2, False, True), (3, True, False)])
+def test_verify_other_widths(width, silu, residual, tiles):
+    tiles(4, 1, 4)
+    check(Problem("verify", [3, 3], width=width, silu=silu, residual=residual, factor=False, index_dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mxfp8", [True, False], ids=["mxfp8", "bf16"])
+@pytest.mark.parametrize("track", [True, False], ids=["tracked", "untracked"])
+def test_extend(mxfp8, track, tiles):
+    tiles(8, 2, 4)
+    check(Problem("extend", [1, 0, 2, 7, 3, 2, 4], mxfp8, track=track))
+
+
+@pytest.mark.parametrize(("width", "silu", "residual"), [(2, False, True), (3, True, False)])
+def test_extend_other_widths(width, silu, residual, tiles):
+    tiles(4, 4, 4)
+    p = Problem("extend", [2, 1, 0, 4], width=width, silu=silu, residual=residual, track=True, index_dtype=torch.int64)
+    p.args["cu_seqlens"] = p.args["cu_seqlens"].int()
+    check(p)
+
+
+@pytest.mark.parametrize("entry", ["decode", "verify", "extend"])
+def test_q_is_quantised_from_its_bf16_values(entry, tiles):
+    tiles(4, 1, 4)
+    lengths = {"decode": [1] * 4, "verify": [2, 2], "extend": [3, 1]}[entry]
+    exact, got = Problem(entry, lengths, mxfp8=False).call(), Problem(entry, lengths).call()
+    payload, scale = quantised(exact.q)
+    assert torch.equal(got.q.view(torch.uint8), payload)
+    assert torch.equal(got.q_scale.view(torch.uint8).reshape(scale.shape), scale)
+    assert torch.equal(got.k, exact.k)
+    assert torch.equal(got.v, exact.v)
+
+
+def test_verify_of_one_token_is_decode_without_its_update(tiles):
+    tiles(4, 1, 4)
+    decode, verify = Problem("decode", [1] * 5), Problem("verify", [1] * 5)
+    for a, b in zip(decode.call(), verify.call(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    for s, i in enumerate(decode.args["cache_indices"].tolist()):
+        if i >= 0:
+            same_bits(verify.args["k_window"][s, 0], decode.args["k_conv"][i])
+
+
+def test_extend_in_two_parts_is_extend_in_one(tiles):
+    tiles(4, 1, 4)
+    whole = Problem("extend", [7], factor=False)
+    want = whole.call()
+    parts = Problem("extend", [7], factor=False)
+    for first, last in ((0, 2), (2, 7)):
+        piece = {n: parts.args[n][first:last] for n in ("qkvr", "loc", "seq_index")}
+        got = fused_prologue_extend(**(parts.args | piece | dict(cu_seqlens=torch.tensor([0, last - first]))))
+        assert torch.equal(got.k, want.k[first:last])
+        assert torch.equal(got.v, want.v[first:last])
+        parts.args["cache_mask"] = torch.tensor([True])
+    same_bits(parts.args["k_conv"], whole.args["k_conv"])
+    assert torch.equal(parts.args["k_cache"].view(torch.uint8), whole.args["k_cache"].view(torch.uint8))
+
+
+def test_a_nan_stays_in_its_block_and_head(tiles):
+    tiles(4, 1, 4)
+    p, clean = Problem("decode", [1] * 4, factor=False), Problem("decode", [1] * 4, factor=False)
+    p.args["qkvr"][3, p.v_offset + 33] = NAN
+    p.args["qkvr"][3, p.q_offset + 128] = NAN
+    got, want = p.call(), clean.call()
+    assert got.v[3].isnan().nonzero().tolist() == [[33]]
+    slot, page = int(p.args["loc"][3]), p.page_size
+    scale = p.args["v_scale"].view(torch.uint8)[slot // page, 0, slot % page % 32, slot % page // 32]
+    expected = clean.args["v_scale"].view(torch.uint8)[slot // page, 0, slot % page % 32, slot % page // 32]
+    assert scale.tolist() == [int(expected[0]), 255, *expected[2:].tolist()]
+    assert got.q_scale.view(torch.uint8)[3].tolist()[1] == [255] * 4  # the norm spreads it over its head, and no further
+    same = torch.ones(p.dq, dtype=torch.bool)
+    same[128:256] = False
+    assert torch.equal(got.q.view(torch.uint8)[3, same], want.q.view(torch.uint8)[3, same])
+    assert torch.equal(got.k, want.k)
+
+
+def identity(p: Problem, v: torch.Tensor, loc: torch.Tensor) -> Problem:
+    """The problem with a convolution that does nothing, and these rows as v."""
+    p.args["v_weight"] = torch.zeros(p.dkv, p.width, dtype=BF16)
+    p.args["v_weight"][:, -1] = 1
+    p.args["qkvr"][:, p.v_offset : p.v_offset + p.dkv] = v
+    p.args["cache_indices"] = torch.arange(len(v))
+    p.args["cache_mask"].fill_(False)
+    p.args["loc"] = loc
+    return p
+
+
+def test_golden_blocks(tiles):
+    tiles(16, 1, 4)
+    with np.load(GOLDEN / "quant-mxfp8-s11.npz") as golden:
+        x, scale, payload, rule = (torch.from_numpy(golden[n]) for n in ("x_bits", "scale", "payload", "rule"))
+    blocks = torch.zeros(480, 32, dtype=torch.uint16)
+    blocks[: len(x)] = x
+    rows = blocks.view(BF16).reshape(60, 256)
+    problem = Problem("decode", [1] * 60, silu=False, residual=False, q_heads=1)
+    p = identity(problem, rows, torch.arange(1, 61))
+    p.call()
+    stored = p.args["v_cache"].view(torch.uint8)[1:61].reshape(480, 32)[: len(x)]
+    slot = torch.arange(1, 61)
+    at = p.args["v_scale"].view(torch.uint8)[slot // p.page_size, :, slot % p.page_size % 32, slot % p.page_size // 32]
+    scales = at.reshape(480)[: len(x)]
+    exact = rule == 0
+    assert exact.sum() > 400
+    assert torch.equal(stored[exact], payload[exact])
+    assert torch.equal(scales[exact], scale[exact])
+    assert (stored[rule == 1] & 0x7F == 0).all()
+    assert (scales[rule == 1] != 255).all()
+    assert (scales[rule == 2] == 255).all()
+
+
+@pytest.mark.parametrize("rows", ["k", "v"])
+@pytest.mark.parametrize("name", ["store-mxfp8-p2-h2-d128", "store-mxfp8-p3-h1-d128"])
+def test_golden_stores(name, rows, tiles):
+    tiles(16, 1, 4)
+    with np.load(GOLDEN / f"{name}.npz") as golden:
+        x, loc = torch.from_numpy(golden[f"{rows}_bits"]).view(BF16), torch.from_numpy(golden["loc"])
+        cache, scale = torch.from_numpy(golden[f"{rows}_cache"]), torch.from_numpy(golden[f"{rows}_scale"])
+    pages, heads, _, chunks, _ = scale.shape
+    p = Problem(
+        "decode", [1] * len(x), heads=heads, pages=pages, page_size=chunks * 32, silu=False, residual=False, q_heads=1
+    )
+    identity(p, x.reshape(len(x), -1), loc)
+    unused = next(s for s in range(len(cache)) if s not in loc.tolist())  # before the call all bytes are the same
+    p.args["v_cache"].view(torch.uint8).fill_(cache[unused, 0, 0])
+    p.args["v_scale"].view(torch.uint8).fill_(
+        scale[unused // p.page_size, 0, unused % p.page_size % 32, unused % p.page_size // 32, 0]
+    )
+    p.call()
+    assert torch.equal(p.args["v_cache"].view(torch.uint8), cache)
+    assert torch.equal(p.args["v_scale"].view(torch.uint8), scale)
+
+
+def test_no_work_is_no_launch(monkeypatch):
+    monkeypatch.setattr(fp, "launch", lambda *args, **kwargs: pytest.fail("launched"))
+    for entry, lengths in (("decode", []), ("verify", []), ("extend", []), ("extend", [0, 0])):
+        p = Problem.__new__(Problem)
+        got = empty(entry, len(lengths), p).call()
+        assert [tuple(t.shape) for t in got] == [(0, 384), (0, 256), (0, 256), (0, 3, 4)]
+
+
+def empty(entry: str, seqs: int, p: Problem) -> Problem:
+    """A problem without tokens, cut from one that has some."""
+    p.__init__({"verify": "verify"}.get(entry, entry), [2, 2] if entry == "verify" else [1, 1], track=entry == "extend")
+    per_token = ["qkvr", "loc", "q_factor", *(["seq_index"] if entry == "extend" else [])]
+    per_seq = ["cache_indices", "cache_mask", *(["track_indices", "track_mask", "track_rows"] if p.track else [])]
+    p.args |= {n: p.args[n][:0] for n in per_token} | {n: p.args[n][:seqs] for n in per_seq}
+    if entry == "extend":
+        p.args["cu_seqlens"] = torch.zeros(seqs + 1, dtype=torch.int64)
+    return p
