@@ -51,7 +51,5 @@ def scale_value(byte):
 @triton.jit
 def payload(x, inverse):
     """x times the inverse scale in e4m3, to nearest even, saturated at 448; NaN stays NaN."""
-    y = x.to(tl.float32) * inverse
-    y = tl.where(y > 448.0, 448.0, y)
-    y = tl.where(y < -448.0, -448.0, y)
+    y = tl.clamp(x.to(tl.float32) * inverse, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return y.to(tl.float8e4nv)

@@ -3,12 +3,13 @@
 What happens to a token, with the points at which a value is rounded to bf16:
 
 - q: RMSNorm of each head, rounded; times the token's factor where one is given, rounded again.
-- k: depthwise convolution with the WIDTH - 1 rows before the token, SiLU, plus the row itself, rounded; RMSNorm, rounded.
+- k: depthwise convolution over the width - 1 rows before the token and its own, SiLU, plus its own row, rounded;
+  RMSNorm of each head, rounded.
 - v: as k, without the norm.
 
-Arithmetic between those points is fp32. In MXFP8 mode, which the caches' dtype decides, q, k and v are quantised from the
-bf16 values. The rows before a token come from its own sequence, then from the conv cache, and are zero where the sequence
-has no history (mask off) or is padding (cache index -1); such history is not read at all.
+Arithmetic between those points is fp32. In MXFP8 mode, which the dtype of the caches decides, q, k and v are quantised
+from the bf16 values. The rows before a token come from its own sequence, then from the conv cache, and are zero where
+the sequence has no history (mask off) or is padding (cache index -1); such history is not read at all.
 
 The three entry points differ in where earlier rows lie and in what they leave behind: decode shifts the conv cache,
 verify only reads it and saves the window after each token, extend sets it to the last rows of each sequence.
@@ -22,6 +23,8 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from torch import Tensor
 
 from layoutcheck import (
@@ -41,10 +44,7 @@ from layoutcheck import (
     together,
     when,
 )
-from layoutcheck.kernels._launch import launch, raw
-from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
-from layoutcheck.layouts.paged import PAGED_NHD
 from layoutcheck.layouts.rows import ROWS_THD
 
 HEAD_DIM = tl.constexpr(128)
@@ -84,7 +84,10 @@ WINDOW = Layout(
     view="seq draft tap channel",
     public=("seq", "draft"),
 )(channel="dkv", tap="width - 1", seq="window_seq", draft="draft_tokens")
-CACHE = PAGED_NHD(dtype=(E4M3, BF16), view="slot head head_dim", pitch={}, head="dkv / 128", head_dim=128)
+# Without pages, which a bf16 cache may have of any size: only scales need whole pages.
+CACHE = Layout("prologue.cache", "slot head head_dim -> slot head head_dim", dtype=(E4M3, BF16), head_dim=128, fill=0)(
+    head="dkv / 128"
+)
 SCALE = MXFP8_SCALE_INTERLEAVED(head="dkv / 128", head_dim=128)
 TRACK_ROWS = Layout("prologue.track_rows", "seq tap -> seq tap", dtype=INT64)(tap="width - 1")
 GAMMA = Layout("prologue.gamma", "head_dim -> head_dim", dtype=BF16, head_dim=128)
@@ -146,7 +149,7 @@ def _earlier_rows(
         else:
             at = conv_offset(pool, i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
             row = tl.load(conv + at, cached, other=0.0)
-        earlier = earlier + (row,)
+        earlier = earlier + (row,)  # noqa: RUF005 - Triton knows no star in a tuple
     return earlier
 
 
@@ -207,22 +210,22 @@ def _kv_tile(
     history = tl.where(masked, pool, -1)
     # Everything is loaded before anything is stored: the conv cache is shifted in place.
     earlier = _earlier_rows(
-        rows, conv, token, position, history, head, live, token_stride, pool_stride, tap_stride,
-        WIDTH, MODE != "decode",
-    ) + (x,)  # fmt: skip
-    y = _convolved(earlier, weight, head, WIDTH, TAPS, SILU, RESIDUAL).to(tl.bfloat16)
+        rows, conv, token, position, history, head, live, token_stride, pool_stride, tap_stride, WIDTH, MODE != "decode"
+    )
+    window_rows = earlier + (x,)  # noqa: RUF005
+    y = _convolved(window_rows, weight, head, WIDTH, TAPS, SILU, RESIDUAL).to(tl.bfloat16)
 
     kept = live & (pool >= 0)
     for i in tl.static_range(WIDTH - 1):
         if MODE == "decode":
             at = conv_offset(tl.maximum(pool, 0), i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
-            tl.store(conv + at, earlier[i + 1], kept)
+            tl.store(conv + at, window_rows[i + 1], kept)
             if track is not None:
                 at = conv_offset(tl.maximum(track, 0), i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
-                tl.store(conv + at, earlier[i + 1], kept & (track >= 0))
+                tl.store(conv + at, window_rows[i + 1], kept & (track >= 0))
         elif MODE == "verify":
             at = window_offset(token, i, head, d, DKV=HEAD * HEAD_DIM, WIDTH=WIDTH)
-            tl.store(window + at, earlier[i + 1], kept)
+            tl.store(window + at, window_rows[i + 1], kept)
 
     if gamma is not None:
         y = _normed(y.to(tl.float32), gamma, eps)
@@ -252,7 +255,7 @@ def _prologue_kernel(
     SILU: tl.constexpr, RESIDUAL: tl.constexpr, MXFP8: tl.constexpr, MODE: tl.constexpr,
     TILE: tl.constexpr, Q_TILE: tl.constexpr,
 ):  # fmt: skip
-    # A program has TILE tokens, and Q_TILE heads of q or one head of k or v; programs of the same tokens are neighbours.
+    # A program has TILE tokens and Q_TILE heads of q, or one head of k or v; those of the same tokens are neighbours.
     Q_PROGRAMS: tl.constexpr = (Q_HEAD + Q_TILE - 1) // Q_TILE
     program = tl.program_id(0) % (Q_PROGRAMS + 2 * HEAD)
     first = tl.program_id(0) // (Q_PROGRAMS + 2 * HEAD) * TILE
@@ -299,8 +302,8 @@ def _prologue_kernel(
 
 @triton.jit
 def _conv_update_kernel(
-    qkvr, k_offset, v_offset, k_conv, v_conv, cache_indices, cache_mask, track_indices, track_mask, track_rows, cu_seqlens,
-    seqs, token_stride, k_pool_stride, k_tap_stride, v_pool_stride, v_tap_stride,
+    qkvr, k_offset, v_offset, k_conv, v_conv, cache_indices, cache_mask, track_indices, track_mask, track_rows,
+    cu_seqlens, seqs, token_stride, k_pool_stride, k_tap_stride, v_pool_stride, v_tap_stride,
     HEAD: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % (2 * HEAD)
@@ -333,13 +336,14 @@ def _update_tile(
 ):  # fmt: skip
     """Set one head of the conv cache to the last rows of each sequence, and tracked slots to the rows asked for."""
     d = tl.arange(0, HEAD_DIM)[None, :]
+    live &= pool >= 0
     history = tl.where(masked, pool, -1)
     last = _earlier_rows(
-        rows, conv, end, end - start, history, head, live & (pool >= 0), token_stride, pool_stride, tap_stride, WIDTH, True
+        rows, conv, end, end - start, history, head, live, token_stride, pool_stride, tap_stride, WIDTH, True
     )  # fmt: skip
     for i in tl.static_range(WIDTH - 1):
         at = conv_offset(tl.maximum(pool, 0), i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
-        tl.store(conv + at, last[i], live & (pool >= 0))
+        tl.store(conv + at, last[i], live)
         if track is not None:
             wanted = live & (track >= 0)
             row = tl.load(track_rows + track_row_offset(seq, i, WIDTH=WIDTH), wanted, other=0)
@@ -361,7 +365,7 @@ Weight = Annotated[Tensor, WEIGHT]
 Gamma = Annotated[Tensor, GAMMA]
 Conv = Annotated[Tensor, CONV]
 ConvInPlace = Annotated[Tensor, CONV, Writes()]
-Loc = Annotated[Tensor, _each("loc", "token", INT64), Index("slot", skip="<= 0")]
+Loc = Annotated[Tensor, _each("loc", "token", INT64), Index("slot", skip="<= 0", unique=True)]
 Cache = Annotated[Tensor, CACHE, Writes(at="loc")]
 Scale = Annotated[Tensor, SCALE, Writes(at="loc")]
 Window = Annotated[Tensor, WINDOW, Writes()]
@@ -379,7 +383,6 @@ SeqTrack = Annotated[Tensor, _each("track_indices", "seq", INT64)]
 RULES = (
     "dq % 128 == 0",
     "dkv % 128 == 0",
-    "page_size % 32 == 0",
     "width >= 2",
     "0 <= q_offset",
     "0 <= k_offset",
@@ -411,7 +414,7 @@ def _tiles(tokens: int) -> tuple[int, int, int]:
         return 1, 4, 1
     if tokens <= 1024:
         return 4, 2, 2
-    return 16, 2, 4
+    return 8, 4, 4
 
 
 def _run(
@@ -440,8 +443,9 @@ def _run(
             loc, k_cache, v_cache, *(None if t is None else raw(t) for t in (k_scale, v_scale)), q_factor,
             q, None if q_scale is None else raw(q_scale), k, v,
             tokens, eps, qkvr.stride(0), *k_conv.stride()[:2], *v_conv.stride()[:2], draft_tokens,
-            Q_HEAD=dq // 128, HEAD=dkv // 128, PAGE_SIZE=page_size, WIDTH=width, TAPS=triton.next_power_of_2(width),
-            SILU=silu, RESIDUAL=residual, MXFP8=mxfp8, MODE=mode, TILE=tile, Q_TILE=q_tile, num_warps=warps,
+            Q_HEAD=dq // 128, HEAD=dkv // 128, PAGE_SIZE=page_size if mxfp8 else None, WIDTH=width,
+            TAPS=triton.next_power_of_2(width), SILU=silu, RESIDUAL=residual, MXFP8=mxfp8, MODE=mode,
+            TILE=tile, Q_TILE=q_tile, num_warps=warps,
         )  # fmt: skip
     return Prologue(q, k, v, q_scale)
 
@@ -477,24 +481,25 @@ def fused_prologue_decode(
 ) -> Prologue:
     """The prologue of one token per sequence; one launch.
 
-    - ``qkvr`` (token, row) bf16: projection rows, packed, any pitch. q is dq elements from ``q_offset``, k and v are dkv
-      each from ``k_offset`` and ``v_offset`` (elements). head_dim is 128; dq and dkv are multiples of it.
+    - ``qkvr`` (token, row) bf16: projection rows, packed, any pitch. q is ``dq`` elements from element ``q_offset`` of
+      a row, k and v are dkv each from ``k_offset`` and ``v_offset``. head_dim is 128; dq and dkv are multiples of it.
     - ``k_weight``, ``v_weight`` (dkv, width) bf16: taps of each channel, the last for the token itself; width >= 2.
-      ``q_gamma``, ``k_gamma`` (128,) bf16: weights of the norms, shared by all heads; ``eps`` is added to the mean square.
-    - ``k_conv``, ``v_conv`` (pool, width - 1, dkv) bf16: the raw rows before each sequence's token, oldest first; channels
-      packed. Slot ``cache_indices`` (token,) int32 or int64 is read where ``cache_mask`` (token,) bool is set, taken
-      for zero where not, and shifted by one row in place. -1 marks padding: results are computed without history,
-      and neither the conv cache nor the KV cache is written.
-    - ``loc`` (token,) int64: slot of the KV cache; 0 and negative slots are skipped.
-    - ``k_cache``, ``v_cache`` (slot, dkv / 128, 128), dense: e4m3 with both ``k_scale`` and ``v_scale`` (slot / page_size,
-      dkv / 128, 32, page_size / 32, 4) E8M0 or uint8, ``mxfp8.interleaved``; or bf16 without them. page_size is in tokens,
-      a multiple of 32.
-    - ``silu``, ``residual``: after the convolution. ``q_factor`` (token,) fp32: multiplies the normed q.
-    - ``track_indices`` (token,) int64, ``track_mask`` (token,) bool: where set, the shifted rows are copied to that slot of
-      the conv cache too. A negative slot is skipped.
+    - ``q_gamma``, ``k_gamma`` (128,) bf16: weights of the norms, the same for all heads; ``eps`` is added to the mean
+      of the squares.
+    - ``k_conv``, ``v_conv`` (pool, width - 1, dkv) bf16, channels packed: the raw rows before each token, oldest
+      first. Slot ``cache_indices`` (token,) int32 or int64 is read where ``cache_mask`` (token,) bool is set, taken
+      for zero where not, and shifted by one row in place. -1 marks padding: results are computed without history, and
+      neither the conv cache nor the KV cache is written.
+    - ``loc`` (token,) int64: slots of the KV cache; 0 and negative slots are skipped.
+    - ``k_cache``, ``v_cache`` (slot, dkv / 128, 128), dense: e4m3, with both ``k_scale`` and ``v_scale`` (slot /
+      page_size, dkv / 128, 32, page_size / 32, 4) E8M0 or uint8, dense, ``mxfp8.interleaved``; or bf16 without them,
+      and then ``page_size`` (tokens, a multiple of 32) does not matter.
+    - ``silu``, ``residual``: what follows the convolution. ``q_factor`` (token,) fp32: multiplies the normed q.
+    - ``track_indices`` (token,) int64, ``track_mask`` (token,) bool: where set, the shifted rows are copied to that
+      slot of the conv cache too. Negative slots are skipped.
 
-    Returns :class:`Prologue`. Two tokens must not name the same conv slot. Raises :class:`layoutcheck.LayoutError`;
-    ``RuntimeError`` without a GPU or the interpreter.
+    Returns :class:`Prologue`. Two tokens must not write one slot of either cache. Raises
+    :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
     """
     return _run(
         "decode", qkvr, k_weight, v_weight, q_gamma, k_gamma, k_conv, v_conv, cache_indices, cache_mask,
@@ -540,12 +545,13 @@ def fused_prologue_verify(
 
     As :func:`fused_prologue_decode`, but for:
 
-    - token = seq * draft_tokens + position. ``cache_indices`` and ``cache_mask`` are (seq,); earlier rows come from the same
-      sequence first, and the conv cache, which holds the rows before its first token, is only read.
-    - ``k_window``, ``v_window`` (at least seq, draft_tokens, width - 1, dkv) bf16, dense: receive the raw rows that a conv
-      cache holds after each token, zero where there is no history. Windows of padding (index -1) are not written.
+    - token = seq * draft_tokens + position. ``cache_indices`` and ``cache_mask`` are (seq,). Earlier rows come from
+      the same sequence first; the conv cache, which holds the rows before its first token, is only read.
+    - ``k_window``, ``v_window`` (seq or more, draft_tokens, width - 1, dkv) bf16, dense: receive the raw rows that a
+      conv cache holds after each token, zero where there is no history. Those of padding (index -1) are not written.
 
-    Returns :class:`Prologue`. Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
+    Returns :class:`Prologue`. Two tokens must not write one slot of the KV cache. Raises
+    :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
     """
     return _run(
         "verify", qkvr, k_weight, v_weight, q_gamma, k_gamma, k_conv, v_conv, cache_indices, cache_mask,
@@ -590,15 +596,16 @@ def fused_prologue_extend(
 
     As :func:`fused_prologue_decode`, but for:
 
-    - ``cu_seqlens`` (seq + 1,) int32 or int64: tokens of sequence s are cu_seqlens[s] to cu_seqlens[s + 1], which may be
-      none. ``seq_index`` (token,) int32 or int64: the sequence of each token.
-    - ``cache_indices`` and ``cache_mask`` are (seq,). Earlier rows come from the same sequence first, then from the conv
-      cache, which afterwards holds the last width - 1 rows of each sequence, its history counted.
-    - ``track_indices`` (seq,) int64, ``track_mask`` (seq,) bool, ``track_rows`` (seq, width - 1) int64: where set, these rows
-      of qkvr are copied to that slot of the conv cache too. A negative slot is skipped, and so is padding.
+    - ``cu_seqlens`` (seq + 1,) int32 or int64: the tokens of sequence s are cu_seqlens[s] to cu_seqlens[s + 1]; there
+      may be none. ``seq_index`` (token,) int32 or int64: the sequence of each token.
+    - ``cache_indices`` and ``cache_mask`` are (seq,). Earlier rows come from the same sequence first, then from the
+      conv cache, which afterwards holds the last width - 1 rows of each sequence, its history counted.
+    - ``track_indices`` (seq,) int64, ``track_mask`` (seq,) bool, ``track_rows`` (seq, width - 1) int64: where set,
+      these rows of qkvr are copied to that slot of the conv cache too. Negative slots, padding and empty sequences are
+      skipped.
 
-    Returns :class:`Prologue`. Two sequences must not name the same conv slot. Raises :class:`layoutcheck.LayoutError`;
-    ``RuntimeError`` without a GPU or the interpreter.
+    Returns :class:`Prologue`. Two tokens or sequences must not write one slot of either cache. Raises
+    :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
     """
     result = _run(
         "extend", qkvr, k_weight, v_weight, q_gamma, k_gamma, k_conv, v_conv, cache_indices, cache_mask,
@@ -619,18 +626,19 @@ def fused_prologue_extend(
 
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """(name, kernel, signature, constexprs) of the forms in which the kernels are launched, for compiling without a GPU."""
+    """(name, kernel, signature, constexprs) of launches as they occur, for compiling without a GPU."""
 
     def case(name: str, kernel: Any, pointers: dict[str, str], **constexprs: Any) -> tuple[str, Any, Any, Any]:
+        optional = ("track_", "cu_", "seq_index", "k_window", "v_window", "k_scale", "v_scale", "q_factor", "q_scale")
         every = kernel.arg_names
-        absent = dict.fromkeys(n for n in every if n in _TENSORS and n not in pointers)
-        constexprs |= absent
-        signature = {n: "constexpr" if n in constexprs else pointers.get(n, "fp32" if n == "eps" else "i32") for n in every}
+        constexprs |= {n: None for n in every if n.startswith(optional) and n not in pointers}
+        signature = {
+            n: "constexpr" if n in constexprs else pointers.get(n, "fp32" if n == "eps" else "i32") for n in every
+        }
         return name, kernel, signature, constexprs
 
-    bf16 = dict.fromkeys(
-        "qkvr k_weight v_weight q_gamma k_gamma k_conv v_conv k_cache v_cache q_out k_out v_out".split(), "*bf16"
-    )
+    rows = ("qkvr", "k_weight", "v_weight", "q_gamma", "k_gamma", "k_conv", "v_conv", "q_out", "k_out", "v_out")
+    bf16 = dict.fromkeys((*rows, "k_cache", "v_cache"), "*bf16")
     shared = {**bf16, "cache_indices": "*i32", "cache_mask": "*i1", "loc": "*i64"}
     mxfp8 = {
         **shared, **dict.fromkeys(("k_cache", "v_cache", "q_out"), "*fp8e4nv"),
@@ -640,7 +648,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     window = {"k_window": "*bf16", "v_window": "*bf16"}
     varlen = {"cu_seqlens": "*i64", "seq_index": "*i32"}
     sizes = dict(Q_HEAD=32, HEAD=8, PAGE_SIZE=128, WIDTH=4, TAPS=4, SILU=True, RESIDUAL=True)
-    small, large = dict(TILE=1, Q_TILE=4), dict(TILE=16, Q_TILE=2)
+    small, large = dict(TILE=1, Q_TILE=4), dict(TILE=8, Q_TILE=4)
     update = {n: shared[n] for n in ("qkvr", "k_conv", "v_conv", "cache_indices", "cache_mask")}
     return [
         case("decode", _prologue_kernel, {**mxfp8, **track}, **sizes, **large, MXFP8=True, MODE="decode"),
@@ -653,8 +661,3 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
             HEAD=8, WIDTH=4, TILE=2,
         ),
     ]  # fmt: skip
-
-
-_TENSORS = frozenset(
-    "track_indices track_mask track_rows cu_seqlens seq_index k_window v_window k_scale v_scale q_factor q_scale".split()
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import triton
@@ -30,14 +30,14 @@ moved_row_offset = ROWS.offset_fn("token", "head", "dim", name="moved_row_offset
 moved_cache_offset = CACHE.offset_fn("slot", "head", "dim", name="moved_cache_offset", strides=("slot", "head"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _scales_kernel(
     rows, loc, cache, tokens, token_stride, head_stride, loc_stride,
-    HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
+    HEAD: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
     TILE: tl.constexpr, INTERLEAVED: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    head = tl.program_id(1)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token, head = row // HEAD, (row % HEAD)[:, None]
     group = tl.arange(0, BLOCK_G)[None, :]
     slot = tl.load(loc + token.to(tl.int64) * loc_stride, token < tokens, other=-1)
     inside = (token < tokens)[:, None] & (group < GROUP)
@@ -59,12 +59,13 @@ def _move_scales(rows: Tensor, loc: Tensor, cache: Tensor, page_size: int, scale
     tokens, heads, groups = rows.shape
     if rows.numel() == 0:
         return
-    tile = 64
+    block = triton.next_power_of_2(groups)
+    tile = max(1024 // block, 1)
     launch(
-        _scales_kernel, (triton.cdiv(tokens, tile), heads), cache,
+        _scales_kernel, (triton.cdiv(tokens * heads, tile),), cache,
         raw(rows), loc, raw(cache), tokens, rows.stride(0), rows.stride(1), loc.stride(0),
-        HEAD=heads, HEAD_DIM=groups * 32, GROUP=groups, PAGE_SIZE=page_size, BLOCK_G=triton.next_power_of_2(groups),
-        TILE=tile, INTERLEAVED=scale_layout == "interleaved", LOAD=load,
+        HEAD=heads, GROUP=groups, HEAD_DIM=groups * 32, PAGE_SIZE=page_size, BLOCK_G=block, TILE=tile,
+        INTERLEAVED=scale_layout == "interleaved", LOAD=load,
     )  # fmt: skip
 
 
@@ -79,8 +80,8 @@ def store_scales(
 ) -> None:
     """Store rows of scales at their slots; slot 0 and negative slots are skipped.
 
-    ``scale`` (token, head, group) E8M0 or uint8, ``loc`` (token,) int64, ``cache`` in ``mxfp8.interleaved`` or ``mxfp8.flat``;
-    any number of groups. Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
+    ``scale`` (token, head, group) E8M0 or uint8, ``loc`` (token,) int64, ``cache`` in ``mxfp8.interleaved`` or
+    ``mxfp8.flat``; any number of groups. Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
     """
     _move_scales(scale, loc, cache, page_size, scale_layout, load=False)
 
@@ -103,24 +104,25 @@ def load_scales(
     return rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rows_kernel(
     rows, loc, cache, tokens, token_stride, head_stride, slot_stride, cache_head_stride, loc_stride,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr,
+    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    head = tl.program_id(1)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    token, head = row // HEAD, (row % HEAD)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     slot = tl.load(loc + token.to(tl.int64) * loc_stride, token < tokens, other=-1)
-    live = (token < tokens)[:, None] & (d < DIM) & (slot >= (0 if LOAD else 1))[:, None]
+    inside = (token < tokens)[:, None] & (d < DIM)
+    live = inside & (slot >= (0 if LOAD else 1))[:, None]
     row_at = moved_row_offset(token[:, None], head, d, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride)
     at = moved_cache_offset(
         tl.maximum(slot, 0)[:, None], head, d, SLOT_STRIDE=slot_stride, HEAD_STRIDE=cache_head_stride
     )
     if LOAD:
-        tl.store(rows + row_at, tl.load(cache + at, live), live)
+        tl.store(rows + row_at, tl.load(cache + at, live, other=0), inside)
     else:
-        tl.store(cache + at, tl.load(rows + row_at, live), live)
+        tl.store(cache + at, tl.load(rows + row_at, live, other=0), live)
 
 
 def _move_rows(rows: Tensor, loc: Tensor, cache: Tensor, load: bool) -> None:
@@ -128,12 +130,13 @@ def _move_rows(rows: Tensor, loc: Tensor, cache: Tensor, load: bool) -> None:
     if rows.numel() == 0:
         return
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
-    tile = 16
+    block = triton.next_power_of_2(dim)
+    tile = max(8192 // (block * rows.element_size()), 1)
     launch(
-        _rows_kernel, (triton.cdiv(tokens, tile), heads), cache,
+        _rows_kernel, (triton.cdiv(tokens * heads, tile),), cache,
         rows.view(integers), loc, cache.view(integers), tokens,
         rows.stride(0), rows.stride(1), cache.stride(0), cache.stride(1), loc.stride(0),
-        DIM=dim, BLOCK_D=triton.next_power_of_2(dim), TILE=tile, LOAD=load,
+        HEAD=heads, DIM=dim, BLOCK_D=block, TILE=tile, LOAD=load,
     )  # fmt: skip
 
 
@@ -169,10 +172,11 @@ def move_slots(
 ) -> None:
     """Copy K and V, and their scales, from slots ``src`` to slots ``dst`` (move,) int64.
 
-    All sources are read before anything is written, so the two may overlap: a swap is ``src=[a, b], dst=[b, a]``. A pair
-    is skipped where ``dst`` is 0 or negative; where only ``src`` is, zeros are written: pass neither. ``dst`` must not
-    name a slot twice. Raises as :func:`store_scales`.
+    All sources are read before anything is written, so the two may overlap: a swap is ``src=[a, b], dst=[b, a]``. A
+    pair is skipped where either slot is 0 or negative. ``dst`` must not name a slot twice. Raises as
+    :func:`store_scales`.
     """
+    dst = torch.where(src > 0, dst, 0)
     for cache in (k_cache, v_cache):
         rows = torch.empty((src.shape[0], *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
         _move_rows(rows, src, cache, load=True)
@@ -183,3 +187,21 @@ def move_slots(
             rows = torch.empty(shape, dtype=torch.uint8, device=scales.device)
             _move_scales(rows, src, scales, page_size, scale_layout, load=True)
             _move_scales(rows, dst, scales, page_size, scale_layout, load=False)
+
+
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    """(name, kernel, signature, constants) of typical launches, for a compiler without a GPU."""
+    strides = dict.fromkeys(("tokens", "token_stride", "head_stride", "loc_stride"), "i32")
+    cases: list[tuple[str, Any, dict[str, str], dict[str, Any]]] = []
+    for load in (False, True):
+        verb = "load" if load else "store"
+        for interleaved in (False, True):
+            name = f"{verb}-scales-{'interleaved' if interleaved else 'flat'}"
+            signature = dict(rows="*u8", loc="*i64", cache="*u8") | strides
+            constants = dict(
+                HEAD=8, GROUP=4, HEAD_DIM=128, PAGE_SIZE=128, BLOCK_G=4, TILE=256, INTERLEAVED=interleaved, LOAD=load
+            )
+            cases.append((name, _scales_kernel, signature, constants))
+        signature = dict(rows="*i16", loc="*i64", cache="*i16", slot_stride="i32", cache_head_stride="i32") | strides
+        cases.append((f"{verb}-rows", _rows_kernel, signature, dict(HEAD=8, DIM=96, BLOCK_D=128, TILE=32, LOAD=load)))
+    return cases

@@ -261,7 +261,6 @@ def _attend_kernel(
     for start in tl.range(begin, stop, BLOCK_N):
         page = _page(page_table, seq, start, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
         k = _rows(k_cache, page, start, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, WHOLE)
-        v = _rows(v_cache, page, start, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_V, WHOLE)
         if MX:
             k_code = k_byte.to(tl.int32)
             v_code = v_byte.to(tl.int32)
@@ -293,6 +292,7 @@ def _attend_kernel(
             seen = seen & (key[None, :] > position[:, None] - window)
         logits = tl.where(seen, logits, float("-inf"))
         top, p, shrink = _step(top, logits)
+        v = _rows(v_cache, page, start, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_V, WHOLE)
         total = total * shrink + tl.sum(p, axis=1)
         if SPREAD:
             logits = logits[:, None, :] + tl.trans(_exponent(v_code))[None, :, :]
@@ -452,12 +452,12 @@ def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, page_size: 
     block_h = triton.next_power_of_2(group)
     block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
     groups = min(block_d, block_v) // BLOCK.value if mx else 1
-    wanted = min(triton.next_power_of_2(queries) * block_h, 64)
+    wanted = min(triton.next_power_of_2(queries) * block_h, 128)
     # A spread tile has `groups` times as many rows as it needs: only where the hardware's least of 16 has them anyway.
     spread = mx and wanted * groups <= 32
     least = triton.cdiv(16, groups) if spread else 16
     block_q = max(wanted, least) // block_h or 1
-    block_n = 32 if max(block_d, block_v) > 256 else 128 if spread and page_size % 128 == 0 else 64
+    block_n = 32 if max(block_d, block_v) > 256 else 64
     return dict(BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread)
 
 
@@ -476,9 +476,9 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _schedule(device: torch.device, sizes: dict[str, Any], itemsize: int) -> dict[str, int]:
-    """Warps and pipeline stages."""
-    stage = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
-    stages = 3 if 3.2 * stage <= _shared_memory(device) else 2
+    """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take 5 stages."""
+    tile = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
+    stages = 5 if 2.5 * tile <= _shared_memory(device) else 3
     return dict(num_warps=8 if sizes["BLOCK_Q"] * sizes["BLOCK_H"] >= 128 else 4, num_stages=stages)
 
 

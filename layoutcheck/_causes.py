@@ -19,23 +19,23 @@ from layoutcheck._dims import Const, Equation, Inexact, Name, evaluate, names, p
 from layoutcheck._specs import Form, TensorSpec
 
 if TYPE_CHECKING:
-    from layoutcheck._explain import _Explanation as Explanation
+    from layoutcheck._call import Call
 
 Found = tuple[str, str | None]  # cause, fix
 _GROWS = ("slot", "page", "row", "token")
 
 
 def shape(
-    e: Explanation, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any], unknown: set[str]
+    call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any], unknown: set[str]
 ) -> tuple[str | None, str | None]:
     """Cause and fix of a wrong shape; None where no explanation fits."""
     actual = [int(s) for s in value.shape]
     searches: list[Callable[..., Iterator[Found]]] = [_one_dim, _permuted, _missing_or_flat]
-    found: list[Found] = list(_counted_in_wholes(e, spec, form, actual, expected))
+    found: list[Found] = list(_counted_in_wholes(call, spec, form, actual, expected))
     for search in searches:
         if found and search is _one_dim:
             continue  # counting in slots is the reason for the different number
-        found += search(e, spec, form, actual, expected)
+        found += search(call, spec, form, actual, expected)
     return _joined(found)
 
 
@@ -47,7 +47,7 @@ def _joined(found: list[Found]) -> tuple[str | None, str | None]:
 
 
 def _counted_in_wholes(
-    e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
+    call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
 ) -> Iterator[Found]:
     if len(actual) != len(expected):
         return
@@ -58,51 +58,51 @@ def _counted_in_wholes(
     size = form.sizes[i]
     if not isinstance(size, Name) or not isinstance(expected[i], int):
         return
-    step = e.origin.get(size.name)
+    step = call.origin.get(size.name)
     wholes = {form.parts.get(size.name, "")} | set(
         names(step.expr) if step is not None and step.expr is not None else ()
     )
     for whole in sorted(wholes):
-        if e.values.get(whole) == actual[i] and whole != size.name:
+        if call.values.get(whole) == actual[i] and whole != size.name:
             part, label = size.name.rpartition(".")[2], whole.rpartition(".")[2]
             yield (
                 f"{form.labels[i]} counts {part}s ({expected[i]}); {actual[i]} is the number of {label}s: one entry "
                 f"per {label} instead of one per {part}",
-                f"allocate one entry per {part}: {e.wanted(spec, form)}",
+                f"allocate one entry per {part}: {call.wanted(spec, form)}",
             )
 
 
-def _one_dim(
-    e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
-) -> Iterator[Found]:
+def _one_dim(call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
     """Solve the argument's form for each dim of the call in turn, all others kept."""
     if len(actual) != len(form.sizes) or form.variadic or form.layout is None:
         return
     seen = [Equation(s, Const(a)) for s, a in zip(form.sizes, actual, strict=True) if s is not None]
-    equations = [*(s.equation for s in e.contract.steps if s.equation is not None), *form.equations]
+    equations = [*(s.equation for s in call.contract.steps if s.equation is not None), *form.equations]
     equations = [
         q for q in dict.fromkeys(equations) if not any(".shape[" in n for n in (*names(q.left), *names(q.right)))
     ]
-    roots = [s for s in e.contract.steps if s.kind in ("scalar", "shape", "default") and s.name in e.values]
+    roots = [s for s in call.contract.steps if s.kind in ("scalar", "shape", "default") and s.name in call.values]
     for root in roots:
         if root.argument == spec.name or "." in root.name:
             continue
         known = {
-            s.name: e.values[s.name] for s in roots if s is not root and s.argument != spec.name and "." not in s.name
+            s.name: call.values[s.name]
+            for s in roots
+            if s is not root and s.argument != spec.name and "." not in s.name
         }
         solved = _consistent(known, [*seen, *equations])
-        now = e.values[root.name]
+        now = call.values[root.name]
         if solved is None or root.name not in solved or solved[root.name] == now:
             continue
         fits = solved[root.name]
         if fits < 1:
             continue
-        where = f" ({e.source_of(root.name)})" if e.source_of(root.name) else ""
+        where = f" ({call.source_of(root.name)})" if call.source_of(root.name) else ""
         text = f"{spec.name} fits {root.name} = {fits}; this call has {root.name} = {now}{where}"
         if root.name in _GROWS and fits < now:
-            holder = e.source_of(root.name) or "the cache"
+            holder = call.source_of(root.name) or "the cache"
             text += f". It was allocated before {holder} grew, or for another one"
-        yield text, f"allocate {spec.name} for {root.name} = {now}: {e.wanted(spec, form)}"
+        yield text, f"allocate {spec.name} for {root.name} = {now}: {call.wanted(spec, form)}"
 
 
 def _consistent(known: Mapping[str, int], equations: list[Equation]) -> dict[str, int] | None:
@@ -125,9 +125,7 @@ def _consistent(known: Mapping[str, int], equations: list[Equation]) -> dict[str
     return values
 
 
-def _permuted(
-    e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
-) -> Iterator[Found]:
+def _permuted(call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
     wanted = list(expected)
     if len(actual) != len(wanted) or any(not isinstance(w, int) for w in wanted) or form.variadic:
         return
@@ -151,7 +149,7 @@ def _permuted(
 
 
 def _missing_or_flat(
-    e: Explanation, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
+    call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
 ) -> Iterator[Found]:
     wanted = list(expected)
     if any(not isinstance(w, int) for w in wanted) or form.variadic:
@@ -206,7 +204,7 @@ def dtype(name: str, form: Form, value: torch.Tensor) -> tuple[str | None, str |
 
 
 def stride(
-    e: Explanation, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any], wrong: list[int]
+    call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any], wrong: list[int]
 ) -> tuple[str | None, str | None]:
     """Cause and fix of wrong strides."""
     if spec.writes is not None:

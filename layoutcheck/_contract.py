@@ -334,11 +334,11 @@ def check_tensor(layout: Layout, tensor: torch.Tensor, known: Mapping[str, int])
     """``Layout.check``: one tensor against one layout; returns the sizes that it was solved for."""
     made = _tensor_contract(layout, tuple(sorted(known)))
     values = {"tensor": tensor, **known}
-    from layoutcheck import _explain
+    from layoutcheck import _call, _explain
 
     if found := _explain.explain(made, values):
         raise LayoutError(layout.name, found)
-    solved = _explain.solve(made, values)[0]
+    solved = _call.solve(made, values)[0]
     return {name.removeprefix("tensor."): int(value) for name, value in solved.items() if ".shape[" not in name}
 
 

@@ -18,7 +18,7 @@ class Violation:
 
     ``argument`` is the name in the signature, ``rule`` one of :data:`RULES`, ``expected`` and ``got`` the two sides
     with their numbers. ``cause`` is printed only where the numbers prove it possible; ``fix`` is one thing to do.
-    ``headline`` says what was broken, ``body`` are the lines that show it.
+    ``headline`` says what was broken, ``body`` are the lines that show it (expected and got, unless given).
     """
 
     argument: str
@@ -28,11 +28,11 @@ class Violation:
     cause: str | None = None
     fix: str | None = None
     headline: str = ""
-    body: tuple[str, ...] = ()
+    body: tuple[str, ...] | None = None
 
     def lines(self) -> list[str]:
         """The violation as text, without the callable's name."""
-        body = self.body or (f"expected {self.expected}", f"got      {self.got}")
+        body = (f"expected {self.expected}", f"got      {self.got}") if self.body is None else self.body
         lines = [self.headline or f"{self.argument}: {self.rule}", *(f"   {line}".rstrip() for line in body)]
         if self.cause:
             lines += _labelled("cause", self.cause)

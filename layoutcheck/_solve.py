@@ -175,7 +175,7 @@ class _Solver:
         self.derive()
 
     def harmless(self, form: Form) -> Callable[[str, str | None], bool]:
-        """Names that may bind themselves: not a part whose equation would then bind a size that others are checked by."""
+        """Names that may bind themselves: not a part that would bind a size which others are checked by."""
 
         def allowed(name: str, whole: str | None) -> bool:
             together = {n for c in self.pending for n in names(c.equation.left) if name in names(c.equation.right)}
@@ -260,6 +260,6 @@ def _must_be_known(contract: Contract, known: set[str]) -> None:
             name = (first or missing)[-1].rpartition(".")[2]
             raise TypeError(
                 f"{contract.name}: nothing determines {shown} of {spec.name} ({form.text}). Bind {name} by a "
-                f"scalar argument {name}: int, by a required tensor that shows it as a dimension of its own, or by a number in "
-                f"the layout ({name}=...)"
+                f"scalar argument {name}: int, by a required tensor that shows it as a dimension of its own, or by a "
+                f"number in the layout ({name}=...)"
             )

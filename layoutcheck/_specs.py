@@ -104,12 +104,12 @@ def resolve(annotation: Any, fn: Any) -> Any:
 
 def _enclosing(module: dict[str, Any]) -> Mapping[str, Any]:
     """The local names around the decoration: a string annotation may speak of what no closure holds."""
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     scopes = []
     while frame is not None:
         if frame.f_globals is module and frame.f_locals is not module:
             scopes.append(dict(frame.f_locals))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ChainMap(*scopes)
 
 

@@ -12,10 +12,10 @@ from typing import Any, TypeGuard
 import torch
 
 from layoutcheck import _dtypes, _index
+from layoutcheck._call import solve
 from layoutcheck._contract import Contract
 from layoutcheck._dims import evaluate, parse_condition
 from layoutcheck._errors import Violation
-from layoutcheck._explain import solve
 from layoutcheck._rules import Index, Indptr
 from layoutcheck._specs import Form, TensorSpec
 

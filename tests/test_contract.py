@@ -336,7 +336,7 @@ def test_one_device():
 )
 def attend(
     cache: Annotated[Tensor, Layout("t.cache", "slot dim -> slot dim", dtype=(E4M3, BF16))],
-    q_scale: Optional[Float32[Tensor, "slot"]] = None,
+    q_scale: Optional[Float32[Tensor, "slot"]] = None,  # noqa: UP045
     k_scale: Float32[Tensor, "slot"] | None = None,
     v_scale: Float32[Tensor, "slot"] | None = None,
     causal: bool = False,
@@ -471,7 +471,7 @@ def test_string_annotations_see_the_enclosing_function():
 def test_scalars():
     @contract
     def f(
-        n: int, x: float, flag: bool, name: str, which: Literal["a", "b"], many: list[int], maybe: Optional[int] = None
+        n: int, x: float, flag: bool, name: str, which: Literal["a", "b"], many: list[int], maybe: Optional[int] = None  # noqa: UP045
     ) -> str:
         return "ran"
 
@@ -627,11 +627,11 @@ def test_modes_belong_to_a_thread_a_contract_or_the_process():
     def f(x: Float32[Tensor, "3"]) -> str:
         return "ran"
 
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="x does not match"):
         assert f(torch.zeros(4)) == "ran"
     mode.set("warn")
     try:
-        with pytest.warns(UserWarning):
+        with pytest.warns(UserWarning, match="loc does not match"):
             store(**call() | {"loc": torch.arange(1, 7)})
     finally:
         mode.set("raise")

@@ -66,8 +66,10 @@ class Tree:
         return (min if self.op == "min" else max)(a, b)
 
     def exact(self, values: dict[str, int]) -> bool:
-        """Whether no division leaves a remainder or divides by zero."""
+        """Whether no division leaves a remainder or divides by zero, and nothing is rounded up to a negative number."""
         try:
+            if self.op in ("cdiv", "align") and self.parts[1].value(values) < 0:
+                return False
             return all(p.exact(values) for p in self.parts) and self.value(values).denominator == 1
         except ZeroDivisionError:
             return False
@@ -516,7 +518,7 @@ def test_anything_else_is_refused_at_once_and_never_run(text, tmp_path, monkeypa
         ("(a == b,)", "is no condition"),  # a comma too many: it would always hold
         ("(a, b)", "is no condition"),
         ("a + 1 and b", "'a [+] 1' where a condition is needed"),
-        ("not 'a'", "''a'' where a condition is needed"),
+        ("not (a, b)", "'[(]a, b[)]' where a condition is needed"),
         ("a in 5", "in without a list of values"),
         ("'a' in b", "in without a list of values"),
         ("a not in min(b, c)", "not in without a list of values"),

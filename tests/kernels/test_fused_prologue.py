@@ -1,23 +1,23 @@
 """The fused prologue in the interpreter: against float64, the golden stores, poison, and wrong buffers from the wild.
 
-Bytes moved (conv caches, windows) and bytes quantised from equal bf16 are compared for equality. A bf16 result may be one
-ulp off: the kernel sums in fp32, the reference in float64, and where the sum lies within that error of the middle between
-two bf16 values it may round to the other one. That is rare, so how many may differ is bounded too.
+Bytes moved (conv caches, windows) and bytes quantised from equal bf16 are compared for equality. A bf16 result may be
+one ulp off: the kernel sums in fp32, the reference in float64, and where the sum lies within that error of the middle
+between two bf16 values it may round to the other one. That is rare, so how many may differ is bounded too.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import layoutcheck.kernels.fused_prologue as fp
 import numpy as np
 import pytest
 import torch
-
-import layoutcheck.kernels.fused_prologue as fp
-from layoutcheck import LayoutError, mode
 from layoutcheck.kernels.fused_prologue import fused_prologue_decode, fused_prologue_extend, fused_prologue_verify
+
+from layoutcheck import LayoutError, mode
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
@@ -28,7 +28,7 @@ NAN = float("nan")
 
 
 def rounded(x: torch.Tensor, bits: int, smallest: int) -> torch.Tensor:
-    """float64 rounded once, to nearest even, to ``bits`` of significand; ``smallest`` is the exponent of the last normal."""
+    """float64 rounded once, to nearest even, to ``bits`` of significand; normal numbers begin at 2**smallest."""
     exponent = torch.frexp(x)[1] - 1
     step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=smallest) - (bits - 1))
     return torch.where(torch.isfinite(x), torch.round(x / step) * step, x)
@@ -88,7 +88,7 @@ def assert_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @dataclass
 class Problem:
-    """Arguments of one call. No two sizes are equal; what must not be read is NaN, and so is everything that is written."""
+    """Arguments of one call. No two sizes are equal. What must not be read is NaN, and so is what is written."""
 
     mode: str
     lengths: list[int]  # tokens of each sequence
@@ -384,7 +384,9 @@ def test_a_nan_stays_in_its_block_and_head(tiles):
     scale = p.args["v_scale"].view(torch.uint8)[slot // page, 0, slot % page % 32, slot % page // 32]
     expected = clean.args["v_scale"].view(torch.uint8)[slot // page, 0, slot % page % 32, slot % page // 32]
     assert scale.tolist() == [int(expected[0]), 255, *expected[2:].tolist()]
-    assert got.q_scale.view(torch.uint8)[3].tolist()[1] == [255] * 4  # the norm spreads it over its head, and no further
+    assert (
+        got.q_scale.view(torch.uint8)[3].tolist()[1] == [255] * 4
+    )  # the norm spreads it over its head, and no further
     same = torch.ones(p.dq, dtype=torch.bool)
     same[128:256] = False
     assert torch.equal(got.q.view(torch.uint8)[3, same], want.q.view(torch.uint8)[3, same])
@@ -406,6 +408,7 @@ def test_golden_blocks(tiles):
     tiles(16, 1, 4)
     with np.load(GOLDEN / "quant-mxfp8-s11.npz") as golden:
         x, scale, payload, rule = (torch.from_numpy(golden[n]) for n in ("x_bits", "scale", "payload", "rule"))
+    payload[x == 0x8000] = 0  # a sum that begins with zero has no negative zero
     blocks = torch.zeros(480, 32, dtype=torch.uint16)
     blocks[: len(x)] = x
     rows = blocks.view(BF16).reshape(60, 256)
@@ -449,18 +452,171 @@ def test_golden_stores(name, rows, tiles):
 
 def test_no_work_is_no_launch(monkeypatch):
     monkeypatch.setattr(fp, "launch", lambda *args, **kwargs: pytest.fail("launched"))
-    for entry, lengths in (("decode", []), ("verify", []), ("extend", []), ("extend", [0, 0])):
-        p = Problem.__new__(Problem)
-        got = empty(entry, len(lengths), p).call()
-        assert [tuple(t.shape) for t in got] == [(0, 384), (0, 256), (0, 256), (0, 3, 4)]
+    for entry, seqs in (("decode", 0), ("verify", 0), ("extend", 0), ("extend", 2)):
+        p = Problem(entry, [2, 2] if entry == "verify" else [1, 1], track=entry == "extend")
+        per_seq = ("cache_indices", "cache_mask", "track_indices", "track_mask", "track_rows")
+        for n in ("qkvr", "loc", "q_factor", "seq_index", *per_seq):
+            if n in p.args:
+                p.args[n] = p.args[n][: seqs if n in per_seq else 0]
+        if entry == "extend":
+            p.args["cu_seqlens"] = torch.zeros(seqs + 1, dtype=torch.int64)
+        assert [tuple(t.shape) for t in p.call()] == [(0, 384), (0, 256), (0, 256), (0, 3, 4)]
 
 
-def empty(entry: str, seqs: int, p: Problem) -> Problem:
-    """A problem without tokens, cut from one that has some."""
-    p.__init__({"verify": "verify"}.get(entry, entry), [2, 2] if entry == "verify" else [1, 1], track=entry == "extend")
-    per_token = ["qkvr", "loc", "q_factor", *(["seq_index"] if entry == "extend" else [])]
-    per_seq = ["cache_indices", "cache_mask", *(["track_indices", "track_mask", "track_rows"] if p.track else [])]
-    p.args |= {n: p.args[n][:0] for n in per_token} | {n: p.args[n][:seqs] for n in per_seq}
-    if entry == "extend":
-        p.args["cu_seqlens"] = torch.zeros(seqs + 1, dtype=torch.int64)
-    return p
+# --- wrong buffers ----------------------------------------------------------------------------------------------------
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8).view(E8M0)
+
+
+def bf16_caches(p: Problem) -> dict:
+    return {n: p.args[n].new_zeros(p.args[n].shape, dtype=BF16) for n in ("k_cache", "v_cache")}
+
+
+# What was seen in the wild, and the like: how the arguments of a good call are changed (1024 slots in 8 pages of 128,
+# 8 heads), and what the error must say besides.
+WRONG: dict[str, tuple[Callable[[Problem], dict], list[str]]] = {
+    "missing dim": (lambda p: dict(k_scale=scales(8, 32, 4, 4)), ["k_scale", "(8, 8, 32, 4, 4)", "4 dimensions"]),
+    "other page size": (
+        lambda p: dict(k_scale=scales(16, 8, 32, 2, 4)),
+        ["k_scale", "(8, 8, 32, 4, 4)", "page_size = 64", "page_size = 128"],
+    ),
+    "slots for pages": (lambda p: dict(v_scale=scales(1024, 8, 32, 4, 4)), ["v_scale", "1024 is the number of slots"]),
+    "stale": (
+        lambda p: dict(k_scale=scales(4, 8, 32, 4, 4)),
+        ["k_scale", "slot = 512", "slot = 1024", "before k_cache grew"],
+    ),
+    "both stale": (
+        lambda p: dict(k_scale=scales(4, 8, 32, 4, 4), v_scale=scales(4, 8, 32, 4, 4)),
+        ["k_scale fits slot = 512", "v_scale fits slot = 512", "before k_cache grew"],
+    ),
+    "of a layer with another dkv": (
+        lambda p: dict(k_scale=scales(8, 4, 32, 4, 4), v_scale=scales(8, 4, 32, 4, 4)),
+        ["k_scale fits dkv = 512", "v_scale fits dkv = 512", "dkv = 1024 (k_weight)"],
+    ),
+    "transposed": (
+        lambda p: dict(k_scale=scales(8, 8, 4, 32, 4).transpose(2, 3)),
+        ["k_scale", "transposed view", "(page head chunk lane group)"],
+    ),
+    "built transposed": (lambda p: dict(k_scale=scales(8, 8, 4, 32, 4)), ["k_scale", "chunk and lane are swapped"]),
+    "sliced": (lambda p: dict(v_scale=scales(8, 16, 32, 4, 4)[:, :8]), ["v_scale", "slice of a wider tensor", "8192"]),
+    "flat": (lambda p: dict(k_scale=scales(1024, 8, 4)), ["k_scale", "(1024, 8, 4)", "(8, 8, 32, 4, 4)"]),
+    "one of two": (lambda p: dict(v_scale=None), ["v_scale is required", "missing"]),
+    "none": (lambda p: dict(k_scale=None, v_scale=None), ["k_scale is required", "v_scale is required"]),
+    "given and ignored": (bf16_caches, ["k_scale must be None", "v_scale must be None", "bfloat16"]),
+    "one cache quantised": (
+        lambda p: dict(v_cache=bf16_caches(p)["v_cache"]),
+        ["v_cache", "float8_e4m3fn", "bfloat16"],
+    ),
+    "of fp32": (lambda p: dict(k_scale=torch.zeros(8, 8, 32, 4, 4)), ["k_scale", "float8_e8m0fnu or uint8", "float32"]),
+    "one cache twice": (lambda p: dict(v_cache=p.args["k_cache"]), ["v_cache overlaps k_cache"]),
+    "page size": (
+        lambda p: dict(page_size=16, k_scale=scales(64, 8, 32, 1, 4), v_scale=scales(64, 8, 32, 1, 4)),
+        ["page_size % 32 == 0", "16 % 32 = 16"],
+    ),
+    "dq": (lambda p: dict(dq=200), ["dq % 128 == 0", "200 % 128 = 72"]),
+    "dkv": (
+        lambda p: dict(k_weight=torch.zeros(1000, 4, dtype=BF16), v_weight=torch.zeros(1000, 4, dtype=BF16)),
+        ["dkv % 128 == 0", "1000 % 128 = 104"],
+    ),
+    "slice past the row": (
+        lambda p: dict(k_offset=p.k_offset + 128),
+        ["k_offset + dkv <= row", f"row = {8 + 1024 + 16 + 128 + 1024 + 24}"],
+    ),
+    "negative slice": (lambda p: dict(q_offset=-8), ["q_offset", "-8"]),
+    "conv cache of another width": (
+        lambda p: dict(k_conv=torch.zeros(p.args["k_conv"].shape[0], 4, 1024, dtype=BF16)),
+        ["k_conv", "width = 5", "width = 4"],
+    ),
+    "conv caches of two pools": (lambda p: dict(v_conv=p.args["v_conv"][1:]), ["v_conv", "pool"]),
+    "heads before slots": (
+        lambda p: dict(k_cache=torch.zeros(8, 1024, 128, dtype=torch.uint8).view(E4M3).transpose(0, 1)),
+        ["k_cache", "transposed view"],
+    ),
+    "int32 loc": (lambda p: dict(loc=p.args["loc"].int()), ["loc", "int64", "int32"]),
+    "strided loc": (lambda p: dict(loc=p.args["loc"].repeat_interleave(2)[::2]), ["loc", "stride"]),
+    "gamma of another head_dim": (lambda p: dict(q_gamma=torch.zeros(64, dtype=BF16)), ["q_gamma", "128", "64"]),
+}
+
+
+def wide(entry: str, **changes) -> Problem:
+    lengths = {"decode": [1] * 4, "verify": [2] * 2, "extend": [1, 3]}[entry]
+    return Problem(entry, lengths, heads=8, q_heads=1, page_size=128, pages=8, track=entry != "verify", **changes)
+
+
+@pytest.mark.parametrize("entry", ["decode", "verify", "extend"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_buffers(wrong, entry, monkeypatch):
+    monkeypatch.setattr(fp, "launch", lambda *args, **kwargs: pytest.fail("launched"))
+    change, says = WRONG[wrong]
+    p = wide(entry)
+    p.args |= change(p)
+    with pytest.raises(LayoutError) as raised:
+        p.call()
+    message = str(raised.value)
+    assert message.startswith(f"fused_prologue_{entry}: ")
+    for text in says:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("entry", "change", "says"),
+    [
+        ("decode", lambda p: dict(track_mask=None), ["track_mask is required", "track_indices"]),
+        ("extend", lambda p: dict(track_rows=None), ["track_rows is required"]),
+        ("verify", lambda p: dict(draft_tokens=3), ["token == seq * draft_tokens", "draft_tokens = 3"]),
+        ("verify", lambda p: dict(k_window=p.args["k_window"][:1]), ["window_seq >= seq"]),
+        ("verify", lambda p: dict(v_window=p.args["v_window"][:, :, :2]), ["v_window", "width"]),
+        ("verify", lambda p: dict(v_window=p.args["k_window"]), ["v_window overlaps k_window"]),
+        ("extend", lambda p: dict(cu_seqlens=p.args["cu_seqlens"][:-1]), ["cu_seqlens", "seq + 1"]),
+        ("extend", lambda p: dict(seq_index=p.args["seq_index"][:-1]), ["seq_index", "token"]),
+        ("decode", lambda p: dict(cache_mask=p.args["cache_mask"][:-1]), ["cache_mask", "token"]),
+    ],
+)
+def test_wrong_arguments_of_one_entry_point(entry, change, says):
+    p = wide(entry)
+    p.args |= change(p)
+    with pytest.raises(LayoutError) as raised:
+        p.call()
+    for text in says:
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "change", "says"),
+    [
+        ("decode", lambda p: p.args["loc"].fill_(1024), ["loc", "1024"]),
+        ("decode", lambda p: p.args["loc"].fill_(5), ["loc", "5"]),
+        ("decode", lambda p: p.args["cache_indices"].fill_(-2), ["cache_indices", "-2"]),
+        ("verify", lambda p: p.args["cache_indices"].fill_(0), ["cache_indices", "0"]),
+        ("extend", lambda p: p.args["cu_seqlens"][-1].fill_(5), ["cu_seqlens", "5"]),
+        ("extend", lambda p: p.args["seq_index"].fill_(2), ["seq_index", "2"]),
+        ("extend", lambda p: p.args["track_rows"].fill_(-1), ["track_rows", "-1"]),
+    ],
+)
+def test_wrong_values(entry, change, says):
+    p = wide(entry)
+    change(p)
+    with mode("values"), pytest.raises(LayoutError) as raised:
+        p.call()
+    for text in says:
+        assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("entry", ["decode", "verify", "extend"])
+def test_good_neighbours(entry, tiles):
+    tiles(4, 1, 4)
+    p = wide(entry)
+    p.args |= {n: p.args[n].view(torch.uint8) for n in ("k_scale", "v_scale")}
+    with mode("values"):
+        check(p)
+    p = wide(entry, mxfp8=False)
+    p.args["page_size"] = 100  # of no meaning without scales
+    check(p)
+
+
+def test_a_call_on_a_cpu_without_the_interpreter_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("layoutcheck.kernels._launch.interpreted", lambda kernel: False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        Problem("decode", [1]).call()

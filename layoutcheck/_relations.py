@@ -1,0 +1,258 @@
+"""Broken relations in words: remainders, equations, devices, and the rules of a contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from layoutcheck import _compile, _dtypes
+from layoutcheck._call import Call, filled
+from layoutcheck._dims import Const, Expr, Inexact, Name, Op, brief, evaluate, names
+from layoutcheck._errors import Violation
+from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._solve import Check, Step
+
+
+def remainder(call: Call, step: Step, error: Inexact) -> Violation:
+    expr = step.expr
+    assert expr is not None
+    assert step.equation is not None
+    division = error.division
+    left, right = (brief(a) for a in division.args)
+    if error.denominator == 0:
+        wanted, got = f"{right} != 0", f"{right} = 0"
+    else:
+        rest = error.numerator % error.denominator
+        wanted, got = f"{left} % {right} == 0", f"{error.numerator} % {error.denominator} = {rest}"
+    sources = [f"{n.rpartition('.')[2]} from {w}" for n in dict.fromkeys(names(division)) if (w := call.source_of(n))]
+    where = f" ({', '.join(sources)})" if sources else ""
+    spec = call.contract.tensors.get(step.argument)
+    text = call.form_of(spec).text if spec and call.form_of(spec) else ""  # type: ignore[union-attr]
+    return Violation(
+        step.argument, "relation", wanted, got + where,
+        f"{text} needs {step.equation}" if text and step.equation.left != step.equation.right else None,
+        f"choose {left} as a multiple of {error.denominator}" if error.denominator else f"pass a {right} above 0",
+        headline=f"{step.argument}: {wanted} is needed",
+    )  # fmt: skip
+
+
+def equation(call: Call, check: Check) -> Violation | None:
+    equation = check.equation
+    try:
+        left, right = (evaluate(side, call.values) for side in (equation.left, equation.right))
+    except Inexact as error:
+        return remainder(call, Step("derive", "", check.argument, expr=equation.left, equation=equation), error)
+    except (KeyError, TypeError):
+        return None
+    if left == right:
+        return None
+    used = dict.fromkeys(n for side in (equation.left, equation.right) for n in names(side))
+    sources = [f"{n.rpartition('.')[2]} = {call.values[n]}{_from(call, n)}" for n in used if n in call.values]
+    return Violation(
+        check.argument, "relation", str(equation), f"{left} and {right}", None,
+        f"make {brief(equation.left)} equal to {brief(equation.right)}",
+        headline=f"{check.argument}: {equation} does not hold",
+        body=(f"expected {equation}", f"got      {left} and {right}: {', '.join(sources)}"),
+    )  # fmt: skip
+
+
+def device(call: Call) -> Iterator[Violation]:
+    if not call.contract.same_device:
+        return
+    given = [(n, v) for n in call.contract.tensors if isinstance(v := call.arguments.get(n), torch.Tensor)]
+    required = [(n, v) for n, v in given if not call.contract.tensors[n].optional]
+    for name, value in given:
+        first, reference = (required or given)[0]
+        if value.device != reference.device:
+            yield Violation(
+                name, "device", f"{reference.device}, as {first}", str(value.device), None,
+                f"move {name} to {reference.device}", headline=f"{name} is on another device than {first}",
+            )  # fmt: skip
+
+
+def rule(call: Call, under: tuple[Condition, ...], rule: Any, broken: set[str]) -> Iterator[Violation]:
+    because = _because(call, under)
+    match rule:
+        case Condition(expr):
+            if (v := _condition(call, expr, because)) is not None and v.argument not in broken:
+                yield v
+        case Needs(args):
+            for name in args:
+                if call.arguments.get(name) is None:
+                    yield _presence(call, name, given=False, because=because)
+        case Forbids(args):
+            for name in args:
+                if call.arguments.get(name) is not None:
+                    yield _presence(call, name, given=True, because=because)
+        case Together(args):
+            present = [a for a in args if call.arguments.get(a) is not None]
+            for name in args if present else ():
+                if name not in present:
+                    yield _presence(call, name, given=False, because=f"{' and '.join(present)} {_is(present)} given")
+        case NoOverlap(args):
+            yield from _no_overlap(call, args)
+
+
+def _because(call: Call, under: tuple[Condition, ...]) -> str:
+    """Why a rule is in force, with the facts of this call: ``k_cache is float8_e4m3fn``."""
+    return " and ".join(_fact(call, condition.expr) for condition in under)
+
+
+def _fact(call: Call, expr: Expr) -> str:
+    """A condition that holds in this call, in words."""
+    match expr:
+        case Op("given", (Name(n),)):
+            return f"{n} is given"
+        case Op("not", (Op("given", (Name(n),)),)):
+            return f"{n} is None"
+        case Op("==" | "!=" | "in" | "not in", (Op("dtype", (Name(n),)), _)):
+            return f"{n} is {_dtype_of(call.arguments.get(n))}"
+        case Op("or" | "and", parts):
+            return " and ".join(_fact(call, p) for p in parts if call.holds(Condition(p)))
+        case Name(n):
+            return f"{n} is {call.values.get(n)}"
+    facts = [f"{n} = {_shown(call.values[n])}" for n in dict.fromkeys(names(expr)) if n in call.values]
+    return brief(expr) if isinstance(expr, Op) and expr.op == "==" else f"{brief(expr)} ({', '.join(facts)})"
+
+
+def _presence(call: Call, name: str, *, given: bool, because: str) -> Violation:
+    spec = call.contract.tensors.get(name)
+    form = call.form_of(spec) if spec else None
+    why = f" because {because}" if because else ""
+    if given:
+        got = "a tensor" if isinstance(call.arguments[name], torch.Tensor) else repr(call.arguments[name])
+        return Violation(
+            name, "presence", f"None{why}", got, None, f"pass {name}=None: it would be ignored",
+            headline=f"{name} must be None{why}, got {got}", body=(),
+        )  # fmt: skip
+    what = call.wanted(spec, form) if spec and form else f"a value for {name}"
+    return Violation(
+        name, "presence", f"{name} given{why}", "None (missing)", None, f"pass {name}: {what}",
+        headline=f"{name} is required{why}, got None", body=(),
+    )  # fmt: skip
+
+
+def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
+    try:
+        if evaluate(expr, call.values, call.arguments):
+            return None
+        detail = ""
+    except Inexact as error:
+        detail = str(error)
+    except (KeyError, TypeError, AttributeError):
+        return None
+    if isinstance(expr, Op) and expr.op == "and":
+        for part in expr.args:
+            if (v := _condition(call, part, because)) is not None:
+                return v
+    why = f" because {because}" if because else ""
+    match expr:
+        case Op("==" | "in" as op, (Op("dtype", (Name(n),)), other)):
+            wanted = _dtype_words(call, other)
+            got = _dtype_of(call.arguments.get(n))
+            same = f" as {other.args[0].name}" if op == "==" and isinstance(other, Op) and other.op == "dtype" else ""  # type: ignore[union-attr]
+            return Violation(
+                n, "dtype", wanted, got, None, f"pass {n} as {wanted}",
+                headline=f"{n} must be {wanted}{same}{why}, got {got}", body=(),
+            )  # fmt: skip
+    used = list(dict.fromkeys(names(expr)))
+    facts = [f"{n} = {_shown(call.values[n])}{_from(call, n)}" for n in used if n in call.values]
+    facts += [f"{n} is {_dtype_of(call.arguments.get(n))}" for n in _dtype_arguments(expr)]
+    argument = _owner(call, expr, used)
+    got = detail or _sides(call, expr) or ", ".join(facts)
+    rule: Literal["relation", "dtype"] = "dtype" if any(True for _ in _dtype_arguments(expr)) else "relation"
+    more = f": {', '.join(facts)}" if got != ", ".join(facts) and got not in facts else ""
+    return Violation(
+        argument, rule, brief(expr), got, None, _fix(call, expr, argument),
+        headline=f"{argument}: {brief(expr)} is needed{why}",
+        body=(f"expected {brief(expr)}", f"got      {got}{more}"),
+    )  # fmt: skip
+
+
+def _dtype_words(call: Call, expr: Expr) -> str:
+    """``float8_e4m3fn or bfloat16``, or the dtype of the other argument."""
+    match expr:
+        case Const(_dtypes.Element() as e):
+            return _dtypes.short(e.torch)
+        case Op("tuple", parts):
+            return " or ".join(_dtype_words(call, p) for p in parts)
+        case Op("dtype", (Name(n),)):
+            return _dtype_of(call.arguments.get(n))
+    return brief(expr)
+
+
+def _owner(call: Call, expr: Expr, used: list[str]) -> str:
+    """The argument that a condition speaks of: one that it names, or the one that bound its dims."""
+    for name in _dtype_arguments(expr):
+        return name
+    for name in used:
+        if name in call.contract.signature.parameters:
+            return name
+    for name in used:
+        if where := call.source_of(name):
+            return where
+    return used[0] if used else next(iter(call.contract.specs), "")
+
+
+def _sides(call: Call, expr: Expr) -> str:
+    """``100 % 32 = 4`` for ``page_size % 32 == 0``."""
+    if not (isinstance(expr, Op) and len(expr.args) == 2 and expr.op in ("==", "!=", "<", "<=", ">", ">=")):
+        return ""
+    left, right = expr.args
+    if any(True for _ in _dtype_arguments(expr)):
+        return ""
+    try:
+        a, b = evaluate(left, call.values, call.arguments), evaluate(right, call.values, call.arguments)
+    except (KeyError, Inexact, TypeError):
+        return ""
+    given = brief(filled(left, call.values))
+    text = f"{given} = {a}" if isinstance(left, Op) else _shown(a)
+    return text if isinstance(right, Const) else f"{text} and {brief(filled(right, call.values))} = {b}"
+
+
+def _fix(call: Call, expr: Expr, argument: str) -> str | None:
+    match expr:
+        case Op("==", (Op("%", (a, Const(n))), Const(0))):
+            return f"choose {brief(a)} as a multiple of {n}"
+        case Op("==", (Name(n), Const(v))):
+            return f"pass {n} = {_shown(v)}"
+    return f"change {argument} so that {brief(expr)}"
+
+
+def _no_overlap(call: Call, args: tuple[str, ...]) -> Iterator[Violation]:
+    for i, first in enumerate(args):
+        for second in args[i + 1 :]:
+            a, b = call.arguments.get(first), call.arguments.get(second)
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _compile.overlap(a, b):
+                yield Violation(
+                    second, "relation", f"memory apart from {first}", f"shares memory with {first}", None,
+                    f"pass a {second} with memory of its own", headline=f"{second} overlaps {first}",
+                )  # fmt: skip
+
+
+def _from(call: Call, name: str) -> str:
+    where = call.source_of(name)
+    return f" from {where}" if where else ""
+
+
+def _is(names_: list[str]) -> str:
+    return "is" if len(names_) == 1 else "are"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and not value else repr(value) if isinstance(value, str) else str(value)
+
+
+def _dtype_arguments(expr: Expr) -> Iterator[str]:
+    match expr:
+        case Op("dtype", (Name(n),)):
+            yield n
+        case Op(_, args):
+            for a in args:
+                yield from _dtype_arguments(a)
+
+
+def _dtype_of(value: Any) -> str:
+    return _dtypes.short(value.dtype) if isinstance(value, torch.Tensor) else repr(value)
