@@ -4,12 +4,22 @@ from layoutcheck.kernels._interpreter import correct_interpreter
 
 correct_interpreter()
 
+from layoutcheck.kernels.fused_prologue import (  # noqa: E402
+    fused_prologue_decode,
+    fused_prologue_extend,
+    fused_prologue_verify,
+)
 from layoutcheck.kernels.move import load_scales, move_slots, store_rows, store_scales  # noqa: E402
+from layoutcheck.kernels.paged_attention import paged_attention  # noqa: E402
 from layoutcheck.kernels.quantize import quantize_mxfp8, quantize_store_kv_mxfp8  # noqa: E402
 
 __all__ = [
+    "fused_prologue_decode",
+    "fused_prologue_extend",
+    "fused_prologue_verify",
     "load_scales",
     "move_slots",
+    "paged_attention",
     "quantize_mxfp8",
     "quantize_store_kv_mxfp8",
     "store_rows",

@@ -1,4 +1,4 @@
-"""Starting a kernel: on the device of its tensors, in Triton's CPU interpreter, or not at all, with a clear sentence."""
+"""Starting a kernel: on the device of its tensors, in Triton's CPU interpreter, or not at all with a clear word."""
 
 from __future__ import annotations
 

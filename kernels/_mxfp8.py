@@ -25,11 +25,10 @@ def scale_byte(amax_bits, FLOOR: tl.constexpr):
 
     ``FLOOR`` selects OCP's floor rule, with which blocks whose amax is above 448 * 2^e saturate.
     """
-    exponent = amax_bits >> 23
-    up = 0 if FLOOR else ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    byte = tl.maximum(exponent - 8 + up, 0)
     # Infinity takes the scale of the largest finite value, and saturates.
-    byte = tl.minimum(byte, 247)
+    finite = tl.minimum(amax_bits, 0x7F7FFFFF)
+    up = 0 if FLOOR else ((finite & 0x7FFFFF) > 0x600000).to(tl.int32)
+    byte = tl.maximum((finite >> 23) - 8 + up, 0)
     return tl.where(amax_bits > 0x7F800000, 255, byte)
 
 

@@ -19,9 +19,10 @@ LOC = Layout("loc", "token -> token", dtype=torch.int64, dense="")
 ROW_SCALES = Layout(
     "row scales", "token head group -> token head group", dtype=E8M0, head_dim="group * 32", dense="group"
 )
-# Rows of any element, and a cache of them: what is moved is not looked at.
-ROWS = Layout("rows", "token head dim -> token head dim", dtype=ELEMENTS, dense="dim")
-CACHE = Layout("cache", "slot head dim -> slot head dim", dtype=ELEMENTS, dense="dim")
+# Rows of any element of whole bytes, and a cache of them: what is moved is not looked at.
+ANY = tuple(e for e in ELEMENTS if e.bits % 8 == 0)
+ROWS = Layout("rows", "token head dim -> token head dim", dtype=ANY, dense="dim")
+CACHE = Layout("cache", "slot head dim -> slot head dim", dtype=ANY, dense="dim")
 
 interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn("slot", "head", "group", name="moved_interleaved_offset")
 flat_offset = MXFP8_SCALE_FLAT.offset_fn("slot", "head", "group", name="moved_flat_offset")

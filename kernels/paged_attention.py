@@ -452,12 +452,13 @@ def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, page_size: 
     block_h = triton.next_power_of_2(group)
     block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
     groups = min(block_d, block_v) // BLOCK.value if mx else 1
-    wanted = min(triton.next_power_of_2(queries) * block_h, 128)
+    wide = max(block_d, block_v)
+    wanted = min(triton.next_power_of_2(queries) * block_h, 16384 // wide)
     # A spread tile has `groups` times as many rows as it needs: only where the hardware's least of 16 has them anyway.
     spread = mx and wanted * groups <= 32
     least = triton.cdiv(16, groups) if spread else 16
     block_q = max(wanted, least) // block_h or 1
-    block_n = 32 if max(block_d, block_v) > 256 else 64
+    block_n = 32 if wide > 256 else 64
     return dict(BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread)
 
 
@@ -477,9 +478,12 @@ def _shared_memory(device: torch.device) -> int:
 
 def _schedule(device: torch.device, sizes: dict[str, Any], itemsize: int) -> dict[str, int]:
     """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take 5 stages."""
+    rows = sizes["BLOCK_Q"] * sizes["BLOCK_H"]
     tile = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
-    stages = 5 if 2.5 * tile <= _shared_memory(device) else 3
-    return dict(num_warps=8 if sizes["BLOCK_Q"] * sizes["BLOCK_H"] >= 128 else 4, num_stages=stages)
+    queries = 4 * rows * (sizes["BLOCK_D"] + sizes["BLOCK_N"])
+    return dict(
+        num_warps=8 if rows >= 128 else 4, num_stages=5 if 2 * tile + queries <= _shared_memory(device) else 3
+    )
 
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:

@@ -10,23 +10,39 @@ Source of the layouts and of what attention computes: sglang 0.5.23 ``srt/mem_ca
 
 from __future__ import annotations
 
-import math
+import itertools
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutcheck import BF16, E4M3, E4M3FNUZ, FP16, FP32, INT32, INT64, Index, Indptr, Layout, Writes
-from layoutcheck import contract, forbids, needs, when
+from layoutcheck import (
+    BF16,
+    E4M3,
+    E4M3FNUZ,
+    FP16,
+    FP32,
+    INT32,
+    INT64,
+    Index,
+    Indptr,
+    Layout,
+    Writes,
+    contract,
+    forbids,
+    needs,
+    when,
+)
 from layoutcheck.kernels._launch import launch
 from layoutcheck.kernels._mxfp8 import abs_bits
 from layoutcheck.layouts.rows import ROWS_THD
 from layoutcheck.layouts.unified_kv import UNIFIED_KV_ROWS, UNIFIED_KV_SCALE
 
 GROUP = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 POOL = UNIFIED_KV_ROWS
 SCALE = UNIFIED_KV_SCALE(pitch={}, default={}, dense="group")
@@ -90,7 +106,9 @@ def _amax_bits(x):
 
 
 @triton.jit
-def _store_rows(kv, x, inverse, page, live, token, d, LARGEST: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr):
+def _store_rows(
+    kv, x, inverse, page, live, token, d, LARGEST: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
     y = x * inverse
     y = tl.where(y > LARGEST, LARGEST, y)
     y = tl.where(y < -LARGEST, -LARGEST, y)
@@ -142,7 +160,7 @@ def _quantize_blocks(dim: int, page_size: int) -> dict[str, int]:
     return dict(ENTRIES=entries, TOKENS=tokens, BLOCK_D=block_d, num_warps=4 if tokens * block_d <= 4096 else 8)
 
 
-@contract("dim % 64 == 0", same_device=True)
+@contract("dim % 64 == 0", "page_size > 0", same_device=True)
 def quantize_store_unified_kv(
     rows: Annotated[Tensor, NEW_ROWS],
     loc: Annotated[Tensor, Layout("loc", "entry -> entry", dtype=INT64, dense=""), Index("page", skip="<= 0")],
@@ -153,7 +171,7 @@ def quantize_store_unified_kv(
 ) -> None:
     """Quantise whole pages of rows to FP8 and store them, with one scale per page and group of 64; one launch.
 
-    - ``rows`` (entry * page_size, dim): bf16, fp16 or fp32; dim is packed, rows may have any stride.
+    - ``rows`` (entry * page_size, dim): bf16, fp16 or fp32; dim is packed, rows may lie apart.
     - ``loc`` (entry,) int64: the page that each page_size rows become. With page_size 1 a page is a slot. Page 0 and
       negative pages are skipped.
     - ``kv`` (slot, dim): e4m3 or, as gfx942 has it, e4m3fnuz; slot = page * page_size + token.
@@ -167,7 +185,7 @@ def quantize_store_unified_kv(
     Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
     """
     entries, dim = loc.shape[0], rows.shape[1]
-    if entries == 0 or dim == 0 or page_size == 0:
+    if entries == 0 or dim == 0:
         return
     blocks = _quantize_blocks(dim, page_size)
     launch(
@@ -198,48 +216,49 @@ def _listed_scales(
 
 
 @triton.jit
-def _dequantized(rows, scale, dtype: tl.constexpr):
-    groups = tl.reshape(rows.to(tl.float32), (rows.shape[0], rows.shape[1] // GROUP, GROUP)) * scale[:, :, None]
-    return tl.reshape(groups, rows.shape).to(dtype)
+def _dequantized(codes, scale, dtype: tl.constexpr):
+    groups = tl.reshape(codes.to(tl.float32), (codes.shape[0], codes.shape[1] // GROUP, GROUP)) * scale[:, :, None]
+    return tl.reshape(groups, codes.shape).to(dtype)
+
+
+@triton.jit
+def _product(a, b, acc, SWAP: tl.constexpr):
+    """acc + a @ b. ``SWAP`` computes the transpose, which makes b the left operand."""
+    if SWAP:
+        return tl.trans(tl.dot(tl.trans(b), tl.trans(a), tl.trans(acc)))
+    return tl.dot(a, b, acc)
 
 
 @triton.jit
 def _attend_kernel(
-    q, kv, kv_scale, indices, indptr, sink, out, lse, softmax_scale_log2, q_token_stride, q_head_stride,
-    HEAD: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, kv, kv_scale, indices, indptr, sink, out, lse, score_scale, splits, q_token_stride, q_head_stride,
+    HEAD: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a block of heads of one token over one part of its list.
+    """A block of heads of one token over one part of its list: the output, or with ``lse`` a part for the reduction.
 
-    The tile of rows is the left operand of both products, so its slots and dims, not the few heads, fill the 64 rows
-    that a Hopper tensor core works on at least. Scores are [slot, head], the accumulator is [dim, head].
+    Logits are base 2: ``score_scale`` has the factor log2(e).
     """
     HEAD_BLOCKS: tl.constexpr = (HEAD + BLOCK_H - 1) // BLOCK_H
-    token = tl.program_id(0) // HEAD_BLOCKS
-    split = tl.program_id(1)
-    head = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    token, split = tl.program_id(0) // HEAD_BLOCKS, tl.program_id(1)
+    head = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    group = tl.arange(0, BLOCK_D // GROUP)
+    inside = (head < HEAD)[:, None] & (d < DIM)[None, :]
+    at_query = query_offset(token, head[:, None], d[None, :], TOKEN_STRIDE=q_token_stride, HEAD_STRIDE=q_head_stride)
+    queries = tl.load(q + at_query, inside, other=0.0)
 
     first, last = tl.load(indptr + token), tl.load(indptr + token + 1)
-    length = tl.cdiv(tl.cdiv(last - first, BLOCK_N), SPLIT) * BLOCK_N
+    length = tl.cdiv(tl.cdiv(last - first, BLOCK_N), splits) * BLOCK_N
     begin = first + split * length
     end = tl.minimum(begin + length, last)
 
-    queries = tl.load(
-        q + query_offset(token, head[:, None], d[None, :], TOKEN_STRIDE=q_token_stride, HEAD_STRIDE=q_head_stride),
-        (head < HEAD)[:, None] & (d < DIM)[None, :],
-        other=0.0,
-    )
-    queries = tl.trans(queries)
-    # The sink is one more score, whose value is zero: it starts the maximum m and the sum l. Without one m is -inf, so
-    # the first tile's correction 2^(m - new) clears l, and an empty list ends with 0 / 1.
-    if sink is None or SPLIT > 1:
-        m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    else:
-        m = tl.load(sink + head, head < HEAD, other=0.0) * 1.4426950408889634
+    # The sink is one more logit, whose value is zero: it starts the maximum m and the sum l. Without one m is -inf, so
+    # that the first tile's correction 2^(m - new) clears l, and an empty list ends as 0 / 1.
+    m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    if sink is not None and lse is None:
+        m = tl.load(sink + head, head < HEAD, other=0.0) * LOG2E
     l = tl.full((BLOCK_H,), 1.0, tl.float32)  # noqa: E741 - its name in the literature
-    acc = tl.zeros((BLOCK_D, BLOCK_H), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
 
     at = begin + tl.arange(0, BLOCK_N)
     slot = tl.load(indices + at, at < end, other=0)
@@ -249,69 +268,205 @@ def _attend_kernel(
         rows = _dequantized(rows, scale, q.dtype.element_ty)
     slot = tl.load(indices + BLOCK_N + at, at < end - BLOCK_N, other=0)
     for start in range(begin, end, BLOCK_N):
-        # The loads of the next tile, and of the slots of the one after it, are under way while this tile is used.
         at = start + tl.arange(0, BLOCK_N)
+        # While this tile is used, the rows of the next and the slots of the one after it are on their way.
         more = _listed_rows(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
         if kv_scale is not None:
             scale = _listed_scales(kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
         slot = tl.load(indices + 2 * BLOCK_N + at, at < end - 2 * BLOCK_N, other=0)
-        scores = tl.dot(rows, queries) * softmax_scale_log2
-        scores = tl.where((at < end)[:, None], scores, float("-inf"))
-        new = tl.maximum(m, tl.max(scores, axis=0))
-        p = tl.exp2(scores - new[None, :])
+        logits = _product(queries, tl.trans(rows), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), SWAP) * score_scale
+        logits = tl.where((at < end)[None, :], logits, float("-inf"))
+        new = tl.maximum(m, tl.max(logits, axis=1))
+        p = tl.exp2(logits - new[:, None])
         correction = tl.exp2(m - new)
-        l = l * correction + tl.sum(p, axis=0)  # noqa: E741
-        acc = tl.dot(tl.trans(rows), p.to(q.dtype.element_ty), acc * correction[None, :])
+        l = l * correction + tl.sum(p, axis=1)  # noqa: E741
+        acc = _product(p.to(q.dtype.element_ty), rows, acc * correction[:, None], SWAP)
         m = new
+        # Dequantised here, not where it is used: Triton puts a left operand that the loop carries into shared memory
+        # for both products, and one computed beside them into registers, which it then lacks.
         if kv_scale is not None:
             more = _dequantized(more, scale, q.dtype.element_ty)
         rows = more
 
-    acc = tl.trans(acc / l[None, :])
-    inside = (head < HEAD)[:, None] & (d < DIM)[None, :]
-    if SPLIT == 1:
-        tl.store(
-            out + out_offset(token, head[:, None], d[None, :], HEAD=HEAD, DIM=DIM), acc.to(out.dtype.element_ty), inside
-        )
-    else:  # the reduction does not read the accumulator of an empty part
-        tl.store(
-            out + partial_offset(token, split, head[:, None], d[None, :], SPLIT=SPLIT, HEAD=HEAD, DIM=DIM),
-            acc,
-            inside & (begin < end),
-        )
-        tl.store(lse + lse_offset(token, split, head, SPLIT=SPLIT, HEAD=HEAD), m + tl.log2(l), head < HEAD)
+    acc = acc / l[:, None]
+    if lse is None:
+        at_out = out_offset(token, head[:, None], d[None, :], HEAD=HEAD, DIM=DIM)
+        tl.store(out + at_out, acc.to(out.dtype.element_ty), inside)
+    else:  # an empty part has lse = -inf, and its accumulator is not read
+        at_out = partial_offset(token, split, head[:, None], d[None, :], SPLIT=splits, HEAD=HEAD, DIM=DIM)
+        tl.store(out + at_out, acc, inside & (begin < end))
+        tl.store(lse + lse_offset(token, split, head, SPLIT=splits, HEAD=HEAD), m + tl.log2(l), head < HEAD)
 
 
 @triton.jit
 def _reduce_kernel(
-    partial, lse, sink, out,
-    HEAD: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    partial, lse, sink, out, splits,
+    HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The parts of one token and head, each weighted by 2^lse, and the sink."""
     token, head = tl.program_id(0) // HEAD, tl.program_id(0) % HEAD
     d = tl.arange(0, BLOCK_D)
-    highest = float("-inf")
+    # As in the attention kernel, the sink or else nothing starts the maximum and the sum.
+    m = tl.full((), float("-inf"), tl.float32)
     if sink is not None:
-        highest = tl.load(sink + head) * 1.4426950408889634
-    total = 1.0
+        m = tl.load(sink + head) * LOG2E
+    l = tl.full((), 1.0, tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, SPLIT, BLOCK_S):
+    for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
-        score = tl.load(
-            lse + lse_offset(token, split, head, SPLIT=SPLIT, HEAD=HEAD), split < SPLIT, other=float("-inf")
-        )
-        live = score != float("-inf")
-        part = tl.load(
-            partial + partial_offset(token, split[:, None], head, d[None, :], SPLIT=SPLIT, HEAD=HEAD, DIM=DIM),
-            live[:, None] & (d < DIM)[None, :],
-            other=0.0,
-        )
-        new = tl.maximum(highest, tl.max(score, axis=0))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        weight = tl.exp2(score - base)
-        correction = tl.exp2(highest - base)
-        total = total * correction + tl.sum(weight, axis=0)
+        at = lse_offset(token, split, head, SPLIT=splits, HEAD=HEAD)
+        logit = tl.load(lse + at, split < splits, other=float("-inf"))
+        at = partial_offset(token, split[:, None], head, d[None, :], SPLIT=splits, HEAD=HEAD, DIM=DIM)
+        part = tl.load(partial + at, (logit != float("-inf"))[:, None] & (d < DIM)[None, :], other=0.0)
+        new = tl.maximum(m, tl.max(logit, axis=0))
+        base = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf is NaN
+        weight = tl.exp2(logit - base)
+        correction = tl.exp2(m - base)
+        l = l * correction + tl.sum(weight, axis=0)  # noqa: E741
         acc = acc * correction + tl.sum(part * weight[:, None], axis=0)
-        highest = new
-    acc = acc / tl.where(total == 0.0, 1.0, total)
+        m = new
+    acc = acc / tl.where(l == 0.0, 1.0, l)  # 0 where every part is empty and there is no sink
     tl.store(out + out_offset(token, head, d, HEAD=HEAD, DIM=DIM), acc.to(out.dtype.element_ty), d < DIM)
+
+
+@lru_cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that one program can have. Without a GPU those of an H200."""
+    if device.type == "cpu":
+        return 132, 232_448
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return found["multiprocessor_count"], found["max_shared_mem"]
+
+
+@lru_cache
+def _attend_blocks(heads: int, dim: int, fp8: bool, room: int) -> dict[str, int]:
+    """Tile sizes and warps.
+
+    Hopper's tensor cores want 64 rows on the left. Fewer heads than that go to the right, where 8 columns are enough.
+    """
+    block_d = triton.next_power_of_2(dim)
+    block_h = max(16, min(64, triton.next_power_of_2(heads), 32_768 // block_d))
+    warps = 4 if block_h * block_d <= 8192 else 8
+    block_n = 64
+    if not fp8 and block_h == 16 and block_d >= 512:  # the prefetched rows of 16 bits need the registers of 8 warps
+        block_n, warps = 128, 8
+    while block_n > 16 and 2 * (block_d * (block_h + block_n) + block_h * block_n) + 1024 > room:
+        block_n //= 2
+    return dict(BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, SWAP=block_h < 64, num_warps=warps, num_stages=1)
+
+
+@lru_cache(maxsize=1024)
+def _splits(programs: int, tiles: int, at_once: int) -> int:
+    """Into how many parts to cut lists of ``tiles`` tiles, where ``at_once`` programs run at a time.
+
+    The least of: rounds of programs, times the tiles of each and about 3 more to start and end; and the reduction.
+    """
+    options = (n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= max(tiles, 1))
+    return min(options, key=lambda n: -(-programs * n // at_once) * (-(-tiles // n) + 3) + n / 8)
+
+
+@contract(
+    "dim % 64 == 0",
+    "page_size > 0",
+    when("dtype(kv) in (e4m3, e4m3fnuz)", needs("kv_scale")),
+    when("dtype(kv) in (bf16, fp16)", forbids("kv_scale"), "dtype(q) == dtype(kv)"),
+    same_device=True,
+)
+def sparse_attention_unified_kv(
+    q: Annotated[Tensor, QUERY],
+    kv: Annotated[Tensor, POOL],
+    indices: Annotated[Tensor, Layout("indices", "entry -> entry", dtype=INT32), Index("slot")],
+    indptr: Annotated[
+        Tensor, Layout("indptr", "bound -> bound", dtype=INT32, bound="token + 1"), Indptr("entry", capacity=True)
+    ],
+    sink: Annotated[Tensor, Layout("sink", "head -> head", dtype=FP32)] | None = None,
+    *,
+    kv_scale: Annotated[Tensor, SCALE] | None = None,
+    page_size: int = 1,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Attention of each token over the slots in its list; a slot's row is key and value of every head.
+
+    - ``q`` (token, head, dim): bf16 or fp16; dim is packed, tokens and heads may lie apart.
+    - ``kv`` (slot, dim): rows of q's dtype, or e4m3 (e4m3fnuz on gfx942) with ``kv_scale``.
+    - ``indices`` (entry,) int32: slots; those of token t are ``indices[indptr[t]:indptr[t + 1]]``. A slot listed twice
+      counts twice. What lies behind the last list is not read.
+    - ``indptr`` (token + 1,) int32.
+    - ``sink`` (head,) fp32: a natural-log logit that has a share of the softmax and no value; -inf is none.
+    - ``kv_scale`` (page, dim / 64) fp32, where and only where ``kv`` is FP8: the scales of a slot are those of page
+      slot // page_size. Its row stride is free.
+    - ``softmax_scale``: factor of q . k; dim^-0.5 if not given.
+
+    Returns (token, head, dim) of q's dtype: zeros for an empty list. FP8 rows are dequantised in fp32 and rounded to
+    q's dtype, as probabilities are; everything else is fp32. Rows that are not listed are not read. Long lists of few
+    tokens are cut into parts, which a second launch reduces.
+
+    Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
+    """
+    tokens, heads, dim = q.shape
+    out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    processors, room = _device(q.device)
+    blocks = _attend_blocks(heads, dim, kv_scale is not None, room)
+    programs = tokens * triton.cdiv(heads, blocks["BLOCK_H"])
+    tiles = triton.cdiv(triton.cdiv(indices.shape[0], tokens), blocks["BLOCK_N"])
+    splits = _splits(programs, tiles, processors * (8 // blocks["num_warps"]))
+    parts = lse = None
+    if splits > 1:
+        parts = torch.empty((tokens, splits, heads, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((tokens, splits, heads), dtype=torch.float32, device=q.device)
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    launch(
+        _attend_kernel, (programs, splits), q,
+        q, kv, kv_scale, indices, indptr, sink, out if parts is None else parts, lse,
+        scale * LOG2E.value, splits, q.stride(0), q.stride(1),
+        HEAD=heads, DIM=dim, PAGE_SIZE=page_size, PAGE_STRIDE=0 if kv_scale is None else kv_scale.stride(0), **blocks,
+    )  # fmt: skip
+    if parts is not None:
+        launch(
+            _reduce_kernel, (tokens * heads,), q, parts, lse, sink, out, splits,
+            HEAD=heads, DIM=dim, BLOCK_S=4, BLOCK_D=blocks["BLOCK_D"],
+        )  # fmt: skip
+    return out
+
+
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    """(name, kernel, signature, constants) of the kernels at realistic sizes, for a compiler without a GPU."""
+    cases = []
+
+    def add(name: str, kernel: Any, constants: dict[str, Any], **types: str) -> None:
+        signature = {n: types.get(n, "constexpr") for n in kernel.arg_names}
+        absent = [n for n, t in signature.items() if t == "constexpr" and n not in constants]
+        cases.append((name, kernel, signature, {**constants, **dict.fromkeys(absent)}))
+
+    ints = dict.fromkeys(("entries", "entry_stride", "token_stride", "loc_stride", "page_stride"), "i32")
+    for page_size in (1, 48, 256):
+        blocks = _quantize_blocks(512, page_size)
+        add(
+            f"quantize page_size {page_size}", _quantize_kernel,
+            dict(DIM=512, PAGE_SIZE=page_size, LARGEST=448.0, **_without_launch(blocks)),
+            rows="*bf16", loc="*i64", kv="*fp8e4nv", kv_scale="*fp32", **ints,
+        )  # fmt: skip
+    common = dict(
+        q="*bf16", indices="*i32", indptr="*i32", score_scale="fp32", splits="i32", q_token_stride="i32",
+        q_head_stride="i32",
+    )  # fmt: skip
+    for heads, fp8, split in itertools.product((16, 128), (True, False), (True, False)):
+        blocks = _attend_blocks(heads, 512, fp8, 232_448)
+        pool = dict(kv="*fp8e4nv", kv_scale="*fp32") if fp8 else dict(kv="*bf16")
+        output = dict(out="*fp32", lse="*fp32") if split else dict(out="*bf16", sink="*fp32")
+        add(
+            f"attend {heads} heads{' fp8' * fp8}{' split' * split}", _attend_kernel,
+            dict(HEAD=heads, DIM=512, PAGE_SIZE=64, PAGE_STRIDE=8, **_without_launch(blocks)),
+            **common, **pool, **output,
+        )  # fmt: skip
+    add(
+        "reduce", _reduce_kernel, dict(HEAD=16, DIM=512, BLOCK_S=4, BLOCK_D=512),
+        partial="*fp32", lse="*fp32", sink="*fp32", out="*bf16", splits="i32",
+    )  # fmt: skip
+    return cases
+
+
+def _without_launch(blocks: dict[str, int]) -> dict[str, int]:
+    return {n: v for n, v in blocks.items() if n.isupper()}

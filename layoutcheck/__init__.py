@@ -18,10 +18,12 @@ from layoutcheck._dtypes import (
 )
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._layout import Layout
+from layoutcheck._manifest import Difference, diff
 from layoutcheck._mode import mode
 from layoutcheck._pool import Pool
 from layoutcheck._record import Record
-from layoutcheck._rules import Index, Indptr, Writes, forbids, needs, no_overlap, together, when
+from layoutcheck._rules import Finite, Index, Indptr, Writes, agree, each, forbids, needs, no_overlap, together, when
+from layoutcheck._tags import tag
 from layoutcheck.layouts import layout
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "UINT8",
     "Choose",
     "Contract",
+    "Difference",
+    "Finite",
     "Index",
     "Indptr",
     "Layout",
@@ -46,7 +50,10 @@ __all__ = [
     "Record",
     "Violation",
     "Writes",
+    "agree",
     "contract",
+    "diff",
+    "each",
     "forbids",
     "guard",
     "layout",
@@ -54,6 +61,7 @@ __all__ = [
     "mode",
     "needs",
     "no_overlap",
+    "tag",
     "together",
     "when",
 ]

@@ -135,17 +135,7 @@ class Call:
 
     def layout_dims(self, form: Form) -> dict[str, int] | None:
         """The open dims of a form's layout in this call, by the layout's own names; None if one is unknown."""
-        if form.layout is None:
-            return None
-        result = {}
-        for name in form.layout.dims:
-            value = self.values.get(name)
-            if value is None:
-                value = next((v for n, v in self.values.items() if n.endswith(f".{name}")), None)
-            if value is None or not is_int(value):
-                return None
-            result[name] = int(value)
-        return result
+        return layout_dims(form, self.values)
 
     def number(self, expr: Expr | None) -> int | None:
         if expr is None:
@@ -160,6 +150,20 @@ class Call:
             return bool(evaluate(condition.expr, self.values, self.arguments))
         except (KeyError, Inexact, TypeError, AttributeError):
             return False
+
+
+def layout_dims(form: Form, values: Values) -> dict[str, int] | None:
+    """The open dims of a form's layout, by the layout's own names; None if one is unknown."""
+    result = {}
+    for name, expr in form.dims:
+        try:
+            value = evaluate(expr, values)
+        except (KeyError, Inexact, TypeError):
+            return None
+        if not is_int(value):
+            return None
+        result[name] = int(value)
+    return result if form.layout is not None else None
 
 
 def _applies(contract: Contract, step: Step, arguments: Mapping[str, Any], values: Values) -> bool:

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _mode
+from layoutcheck import _manifest, _mode, _tags
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Expr, Name, Op, divisions, names, source
+from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, source
 from layoutcheck._dtypes import Element
-from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
 from layoutcheck._solve import Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
 
 INT32_MAX = 2**31 - 1
-_NEED_NO_PARENTHESES = ("+", "-", "*", "/", "//", "%", "cdiv", "align", "min", "max", "dtype", "numel", "tuple")
+_NEED_NO_PARENTHESES = (
+    "+", "-", "*", "/", "//", "%", "cdiv", "align", "min", "max", "dtype", "numel", "tuple", "len", "sum", "tag", "tags"
+)  # fmt: skip
 _counter = itertools.count()
 # What a comparison on something that is no tensor, or has the wrong rank, may raise. The slow path then names it.
 CAUGHT = (AttributeError, TypeError, ValueError, ZeroDivisionError, IndexError)
@@ -40,6 +42,9 @@ class _Writer:
             "_values": contract.check_values,
             "_caught": CAUGHT,
             "_overlap": overlap,
+            "_agree": _manifest.agree,
+            "_fact": _tags.fact,
+            "_facts": _tags.facts,
         }
         self.lines: list[str] = []
         self.settled = {s.equation for s in contract.steps if not s.optional}
@@ -76,6 +81,12 @@ class _Writer:
                 return f"(None if {n} is None else {n}.dtype)" if spec is None or spec.optional else f"{n}.dtype"
             case Op("numel", (Name(n),)):
                 return f"{n}.numel()"
+            case Op("len" | "sum" as op, (Name(n),)):
+                return f"{op}({n})"
+            case Op("tag", (Name(n), Const(fact))):
+                return f"(None if _compiling() else _fact({n}, {fact!r}))"
+            case Op("tags", (Name(n), Const(fact))):
+                return f"(() if _compiling() else _facts({n}, {fact!r}))"
             case Op("pow2", (a,)):
                 text = self.test(a)
                 return f"({text} > 0 and {text} & ({text} - 1) == 0)"
@@ -147,10 +158,10 @@ class _Writer:
                 tests.append(f"(_compiling() or {x}.data_ptr() % {_atom(self.size(size))} == 0)")
             else:
                 pitch = f"{x}.stride({index}) * {x}.element_size() % {_atom(self.size(size))}"
-                tests.append(f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
+                tests.append(f"{pitch} == 0" if index in form.strict else f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
         if form.int32:
-            reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in range(len(form.sizes)))
-            tests.append(f"({x}.numel() == 0 or {reach or 0} <= {INT32_MAX})")
+            reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in form.int32)
+            tests.append(f"({x}.numel() == 0 or {reach} <= {INT32_MAX})")
         return tests
 
     def shape(self, x: str, form: Form, bound: set[str]) -> list[str]:
@@ -188,7 +199,8 @@ class _Writer:
         for i, stride in enumerate(form.strides):
             floor = form.inner[i] if form.inner else None
             if stride is not None:
-                checks.append(f"({x}.stride({i}) == {_atom(self.size(stride))} or {x}.shape[{i}] <= 1)")
+                check = f"{x}.stride({i}) == {_atom(self.size(stride))}"
+                checks.append(check if i in form.strict else f"({check} or {x}.shape[{i}] <= 1)")
             elif floor is not None:
                 checks.append(f"({x}.stride({i}) >= {_atom(self.floor(x, form, i))} or {x}.shape[{i}] <= 1)")
         exact = [self.exact(d) for s in form.strides if s is not None for d in divisions(s)]
@@ -246,7 +258,8 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
     out += ["    if not _ok:", f"        _broken({{{everything}}})"]
-    if any(s.values for s in contract.tensors.values()) or any(_padded(s) for s in contract.tensors.values()):
+    each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
+    if each or any(s.values or _padded(s) for s in contract.tensors.values()):
         out += ["    if _live.watch and not _compiling():", f"        _values({{{everything}}})"]
     w.globals["_fn"] = fn
     if contract.results:
@@ -331,7 +344,7 @@ def _body(w: _Writer) -> None:
     late: list[str] = []
     sure = {s.name for s in c.steps if not s.optional} | set(c.signature.parameters) | set(c.derive)
     for under, rule in c.conditions:
-        used = {n for r in (*under, rule) if isinstance(r, Condition) for n in names(r.expr)}
+        used = {n for r in (*under, rule) if isinstance(r, Condition | Each) for n in names(r.expr)} - {VALUE}
         (tests if used <= sure else late).append(_rule(w, under, rule))
     w.lines.append(f"_ok = {w.fresh(tests)}")
     w.done |= set(tests)
@@ -358,7 +371,7 @@ def _used(name: str, c: Contract) -> bool:
                 return True
     others = [s.expr for s in c.steps if s.expr is not None and s.name != name]
     others += [side for check in c.checks for side in (check.equation.left, check.equation.right)]
-    others += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition)]
+    others += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition | Each)]
     others += [e for _, s in c.tensors.items() for case, _ in s.forms if case is not None for e in (case,)]
     return any(name in names(e) for e in others)
 
@@ -394,6 +407,13 @@ def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str:
         case Condition(expr):
             text = w.test(expr)
             text = f"({text})" if isinstance(expr, Op) and expr.op == "or" else text
+            if any(call.op in ("tag", "tags") for call in calls(expr)):  # a traced tensor has no memory to know of
+                text = f"(_compiling() or ({text}))"
+        case Each((argument,), expr):
+            values = "()" if argument in w.contract.tensors else argument
+            text = f"all({w.test(expr)} for {w.local(VALUE)} in {values})"
+        case Agree((first, second), fields):
+            text = f"(_compiling() or _agree({first}, {second}, {w.constant(fields)}))"
         case Needs(args):
             text = " and ".join(f"{a} is not None" for a in args)
         case Forbids(args):

@@ -24,7 +24,7 @@ from layoutcheck._choose import Choose
 from layoutcheck._dims import arguments, brief, names
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._layout import Layout
-from layoutcheck._rules import Condition, Index, NoOverlap, Rule, as_rule, flatten
+from layoutcheck._rules import Condition, Each, NoOverlap, Rule, as_rule, flatten
 from layoutcheck._specs import ScalarSpec, Spec, TensorSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,6 +130,9 @@ class Contract:
                             f"{self.name}: {brief(expr)!r} speaks of {name}, which only {owner} binds, and {owner} may "
                             f"be None: write when('given({owner})', {brief(expr)!r})"
                         )
+            for name in rule.names if isinstance(rule, Each) else ():
+                if name not in dims and name not in parameters:
+                    raise TypeError(f"{self.name}: {str(rule)!r}: {_unknown(name, [*dims, *parameters])}")
             if not isinstance(rule, Condition):
                 for name in rule.arguments:  # type: ignore[union-attr]
                     if name not in parameters or (isinstance(rule, NoOverlap) and name not in self.tensors):
@@ -138,9 +141,8 @@ class Contract:
             if spec.writes and spec.writes.at is not None and spec.writes.at not in self.tensors:
                 raise TypeError(f"{self.name}: Writes(at=...): {_unknown(spec.writes.at, list(self.tensors))}")
             for value in spec.values:
-                exprs = (value.stop, value.start) if isinstance(value, Index) else (value.stop,)
-                for name in (n for e in exprs for n in names(e)):
-                    if name not in dims and name not in parameters:
+                for name in (n for e in value.exprs for n in names(e)):
+                    if name not in dims and name not in parameters and name != "index":
                         raise TypeError(f"{self.name}: {type(value).__name__}: {_unknown(name, [*dims, *parameters])}")
 
     def sightings(self) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, TypeAlias
 
-from layoutcheck import _dtypes
+from layoutcheck import _dtypes, _tags
 
 MAX_TEXT = 1000
 MAX_DEPTH = 40
@@ -78,8 +78,9 @@ _COMPARE = {
     ast.IsNot: "!=",
 }
 _SIZE_FUNCTIONS = {"cdiv": 2, "align": 2, "min": 2, "max": 2}
-_TEST_FUNCTIONS = {"given": 1, "dtype": 1, "numel": 1, "pow2": 1}
-_FUNCTIONS = _SIZE_FUNCTIONS | _TEST_FUNCTIONS
+_ARGUMENT_FUNCTIONS = {"given": 1, "dtype": 1, "numel": 1, "len": 1, "sum": 1, "tag": 2, "tags": 2}
+_FUNCTIONS = _SIZE_FUNCTIONS | _ARGUMENT_FUNCTIONS | {"pow2": 1}
+_MAY_BE_NAMES = ("len", "sum", "tag", "tags")  # words that a size or an argument may well have for a name
 _PRECEDENCE = {"or": 1, "and": 2, "not": 3, "+": 5, "-": 5, "*": 6, "/": 6, "//": 6, "%": 6} | dict.fromkeys(
     _COMPARE.values(), 4
 )
@@ -157,7 +158,8 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
     def fail(what: str) -> DimSyntaxError:
         return DimSyntaxError(
             f"{text!r} has {what}; a size may use names, integers, + - * / // % and "
-            "cdiv, align, min, max; a condition also == != < <= > >= in, and, or, not, given, dtype, numel, pow2"
+            "cdiv, align, min, max; a condition also == != < <= > >= in, and, or, not, pow2, and of an argument given, "
+            "dtype, numel, len, sum, tag, tags"
         )
 
     def go(child: ast.expr) -> Expr:
@@ -182,7 +184,7 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
             if value is None or isinstance(value, bool | str):
                 return Const(value)
             raise fail(f"the literal {value!r:.30}")
-        case ast.Name(id=name) if name not in _FUNCTIONS:
+        case ast.Name(id=name) if name not in _FUNCTIONS or name in _MAY_BE_NAMES:
             return Name(name)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return op_(_BINARY[type(op)], size(left), size(right))
@@ -198,7 +200,7 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
             for word, (a, b) in zip(words, itertools.pairwise(operands), strict=True):
                 if word[0] in "<>" and not (is_size(a) and is_size(b)):
                     raise fail(f"{word} between what are not both numbers")
-                if word.endswith("in") and not (isinstance(b, Op) and b.op == "tuple"):
+                if word.endswith("in") and not (isinstance(b, Op) and b.op in ("tuple", "tags")):
                     raise fail(f"{word} without a list of values")
             if any(isinstance(o, Op) and o.op == "dtype" for o in operands):
                 operands = [_as_element(o, text) for o in operands]
@@ -212,10 +214,14 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
                 raise fail(f"the function {name!r}")
             if len(args) != arity:
                 raise fail(f"{len(args)} arguments for {name}, which takes {arity}")
-            operands = [size(a) for a in args]
-            if name in ("given", "dtype", "numel") and not isinstance(operands[0], Name):
-                raise fail(f"{name}(...) of something that is not an argument's name")
-            return op_(name, *operands)
+            if name in _ARGUMENT_FUNCTIONS:
+                of, *facts = (go(a) for a in args)
+                if not isinstance(of, Name):
+                    raise fail(f"{name}(...) of something that is not an argument's name")
+                if any(not (isinstance(f, Const) and isinstance(f.value, str)) for f in facts):
+                    raise fail(f"{name}({of.name}, ...) of something that is not the name of a fact, in quotes")
+                return Op(name, (of, *facts))
+            return op_(name, *(size(a) for a in args))
     raise fail(f"the name of a function, {node.id}" if isinstance(node, ast.Name) else f"a {type(node).__name__}")
 
 
@@ -307,29 +313,35 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     match expr:
         case Name(name):
             return values.get(name, expr)
-        case Op(op, args):
+        case Op(op, args) if op not in _ARGUMENT_FUNCTIONS:
             return op_(op, *(substitute(a, values) for a in args))
     return expr
 
 
 def names(expr: Expr) -> Iterator[str]:
-    """Every name in the expression, as often as it occurs, left to right. Arguments of given, dtype, numel excluded."""
+    """Every name in the expression, as often as it occurs, left to right. Arguments of given, dtype, ... excluded."""
     match expr:
         case Name(name):
             yield name
-        case Op(op, args) if op not in ("given", "dtype", "numel"):
+        case Op(op, args) if op not in _ARGUMENT_FUNCTIONS:
             for arg in args:
                 yield from names(arg)
 
 
 def arguments(expr: Expr) -> Iterator[str]:
-    """The names inside given(x), dtype(x) and numel(x)."""
+    """The arguments that the expression speaks of: the names inside given(x), dtype(x), numel(x) and their like."""
+    for call in calls(expr):
+        yield call.args[0].name  # type: ignore[union-attr]
+
+
+def calls(expr: Expr) -> Iterator[Op]:
+    """Every given(x), dtype(x), numel(x), ... in the expression."""
     if isinstance(expr, Op):
-        for arg in expr.args:
-            if expr.op in ("given", "dtype", "numel"):
-                yield arg.name  # type: ignore[union-attr]
-            else:
-                yield from arguments(arg)
+        if expr.op in _ARGUMENT_FUNCTIONS:
+            yield expr
+        else:
+            for arg in expr.args:
+                yield from calls(arg)
 
 
 def is_size(expr: Expr) -> bool:
@@ -338,7 +350,7 @@ def is_size(expr: Expr) -> bool:
         case Const(value):
             return type(value) is int
         case Op(op):
-            return op in _BINARY.values() or op in _SIZE_FUNCTIONS or op == "numel"
+            return op in _BINARY.values() or op in _SIZE_FUNCTIONS or op in ("numel", "len", "sum", "tag")
     return True
 
 
@@ -348,7 +360,7 @@ def is_condition(expr: Expr) -> bool:
         case Const(value):
             return isinstance(value, bool)
         case Op(op):
-            return op in ("and", "or", "not", "given", "pow2") or op in _COMPARE.values()
+            return op in ("and", "or", "not", "given", "pow2", "tag") or op in _COMPARE.values()
     return True
 
 
@@ -435,7 +447,7 @@ def plan(known: Iterable[str], equations: Iterable[Equation]) -> list[tuple[str,
 
 
 def evaluate(expr: Expr, values: Mapping[str, Any], args: Mapping[str, Any] | None = None) -> Any:
-    """The value of an expression; ``args`` are the arguments that given, dtype and numel speak of.
+    """The value of an expression; ``args`` are the arguments that given, dtype, numel and their like speak of.
 
     Raises :class:`Inexact` for an exact division with a remainder, ``KeyError`` for a name without a value.
     """
@@ -451,6 +463,12 @@ def evaluate(expr: Expr, values: Mapping[str, Any], args: Mapping[str, Any] | No
             return None if value is None else _dtypes.of(value.dtype)
         case Op("numel", (Name(name),)):
             return (args or {})[name].numel()
+        case Op("len" | "sum" as op, (Name(name),)):
+            return {"len": len, "sum": sum}[op]((args or {})[name])
+        case Op("tag", (Name(name), Const(fact))):
+            return _tags.fact((args or {}).get(name), fact)
+        case Op("tags", (Name(name), Const(fact))):
+            return _tags.facts((args or {}).get(name), fact)
         case Op("and", parts):
             return all(evaluate(p, values, args) for p in parts)
         case Op("or", parts):
@@ -482,7 +500,8 @@ def brief(expr: Expr) -> str:
 def source(expr: Expr, name: Callable[[str], str] = str, *, exact: str = "//") -> str:
     """The expression as Python or Triton source: exact divisions as ``//``, everything else in words that both have.
 
-    ``given``, ``dtype`` and ``numel`` are printed as they were written; compiling them is the guard's business.
+    What speaks of an argument (``given``, ``dtype``, ...) is printed as it was written; compiling it is the guard's
+    business.
     """
 
     def show(e: Expr, level: int) -> str:

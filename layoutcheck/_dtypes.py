@@ -46,6 +46,7 @@ class Element:
 E4M3 = Element("e4m3", torch.float8_e4m3fn, 8, (0x7F, 0xFF))
 E4M3FNUZ = Element("e4m3fnuz", torch.float8_e4m3fnuz, 8, (0x80,))
 E5M2 = Element("e5m2", torch.float8_e5m2, 8, (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF))
+E2M1 = Element("e2m1", torch.float4_e2m1fn_x2, 4, (), (torch.uint8, torch.int8))
 E8M0 = Element("e8m0", torch.float8_e8m0fnu, 8, (0xFF,), (torch.uint8,))
 BF16 = Element("bf16", torch.bfloat16, 16, None)
 FP16 = Element("fp16", torch.float16, 16, None)
@@ -57,7 +58,7 @@ INT32 = Element("int32", torch.int32, 32)
 INT64 = Element("int64", torch.int64, 64)
 BOOL = Element("bool", torch.bool, 8)
 
-ELEMENTS = (E4M3, E4M3FNUZ, E5M2, E8M0, BF16, FP16, FP32, FP64, UINT8, INT8, INT32, INT64, BOOL)
+ELEMENTS = (E4M3, E4M3FNUZ, E5M2, E2M1, E8M0, BF16, FP16, FP32, FP64, UINT8, INT8, INT32, INT64, BOOL)
 _BY_NAME = {e.name: e for e in ELEMENTS} | {str(e.torch).removeprefix("torch."): e for e in ELEMENTS}
 _BY_TORCH = {e.torch: e for e in ELEMENTS}
 

@@ -203,11 +203,9 @@ def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> I
     for i, stride in enumerate(form.strides):
         wanted = call.number(stride) if stride is not None else None
         expected.append(wanted if stride is not None else "any")
-        if value.shape[i] <= 1:
-            continue
-        if wanted is not None and value.stride(i) != wanted:
+        if wanted is not None and value.stride(i) != wanted and (value.shape[i] > 1 or i in form.strict):
             wrong.append(i)
-        elif stride is None and form.inner:
+        elif stride is None and form.inner and value.shape[i] > 1:
             inside = _compile.free_inner(form, i)
             floor = call.number(form.inner[i]) if inside is None else value.stride(inside) * value.shape[inside]
             if floor is not None and value.stride(i) < floor:

@@ -132,48 +132,82 @@ def pack(layout: Layout, logical: torch.Tensor) -> torch.Tensor:
         wanted = ", ".join(f"{a.name}={s}" for a, s in zip(layout.axes, sizes, strict=True))
         raise ValueError(f"{layout.name}.pack needs ({wanted}), got {tuple(logical.shape)}")
     dtype = logical.dtype
-    if dtype not in layout.accepted:
+    if dtype not in layout.logical:
         raise TypeError(f"{layout.name} holds {' or '.join(map(str, layout.elements))}, not {dtype}")
-    buffer = torch.empty(layout.numel, dtype=dtype, device=logical.device)
-    _fill(buffer, layout.rules.fill or 0)
+    stored = dtype if layout.word == 1 else layout.dtype
+    buffer = torch.empty(layout.nbytes // stored.itemsize, dtype=stored, device=logical.device)
+    fill_(buffer, layout.rules.fill or 0, layout.elements[0].bits)
     memory = _memory(layout, _raw(buffer))
     padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
     source_ = _raw(logical.contiguous())
     if padded != sizes:
         whole = logical.new_empty(padded)
-        _fill(whole, layout.rules.fill or 0)
+        fill_(whole, layout.rules.fill or 0, max(8, layout.elements[0].bits))
         whole = _raw(whole)
         whole[tuple(slice(s) for s in sizes)] = source_
         source_ = whole
     leaves = [leaf for axis in layout.axes for leaf in axis.leaves()]
     split = source_.reshape([evaluate(layout.memory_size(leaf), layout.values) for leaf in leaves])
-    memory.copy_(split.permute([leaves.index(leaf) for leaf in layout.order]))
+    memory.copy_(_folded(layout, split.permute([leaves.index(leaf) for leaf in layout.order])))
     return layout._show(buffer)
 
 
 def unpack(layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
     """The logical tensor that a buffer holds."""
     layout.check(buffer)
-    logical = leaf_view(layout, buffer)
-    padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
+    logical = _unfolded(layout, leaf_view(layout, buffer, padding=False))
     sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
-    return logical.reshape(padded)[tuple(slice(s) for s in sizes)].contiguous().view(buffer.dtype)
+    padded = [
+        evaluate(layout.memory_size(a.name), layout.values) if a.parts else size
+        for a, size in zip(layout.axes, sizes, strict=True)
+    ]
+    found = logical.reshape(padded)[tuple(slice(s) for s in sizes)].contiguous()
+    return found.view(buffer.dtype if layout.word == 1 else layout.logical[0])
+
+
+def _folded(layout: Layout, elements: torch.Tensor) -> torch.Tensor:
+    """Elements in memory order as what carries them: neighbours of the last dimension in one word, the first lowest."""
+    if layout.word == 1:
+        return elements
+    bytes_ = elements
+    if layout.elements[0].bits == 4:
+        bytes_ = (elements[..., 0::2] & 0xF) | (elements[..., 1::2] << 4)
+    return bytes_.contiguous().view(_integers(layout.dtype.itemsize))
+
+
+def _unfolded(layout: Layout, words: torch.Tensor) -> torch.Tensor:
+    """The opposite of :func:`_folded`, for words with one dimension for each undivided part in logical order."""
+    if layout.word == 1:
+        return words
+    leaves = [leaf for axis in layout.axes for leaf in axis.leaves()]
+    innermost = leaves.index(layout.order[-1])
+    bytes_ = words.movedim(innermost, -1).contiguous().view(torch.uint8)
+    if layout.elements[0].bits == 4:
+        bytes_ = torch.stack([bytes_ & 0xF, bytes_ >> 4], dim=-1).flatten(-2)
+    return bytes_.movedim(-1, innermost)
 
 
 def _memory(layout: Layout, flat: torch.Tensor) -> torch.Tensor:
-    sizes = [evaluate(layout.memory_size(leaf), layout.values) for leaf in layout.order]
-    strides = [evaluate(layout.leaf_strides[leaf], layout.values) for leaf in layout.order]
-    base = evaluate(layout._elements_of(layout.rules.base, True), layout.values)
-    return flat.as_strided(sizes, strides, flat.storage_offset() + base)
+    sizes = [evaluate(layout.in_words(leaf, layout.memory_size(leaf)), layout.values) for leaf in layout.order]
+    strides = list(_word_strides(layout).values())
+    base = evaluate(layout._elements_of(layout.rules.base, True), layout.values) // layout.word
+    return flat.as_strided(sizes, strides[::-1], flat.storage_offset() + base)
 
 
-def leaf_view(layout: Layout, tensor: torch.Tensor, first: Axis | None = None) -> torch.Tensor:
+def _word_strides(layout: Layout) -> dict[str, int]:
+    """The stride of each undivided axis in elements of the tensor, innermost first."""
+    strides = layout.leaf_strides.items()
+    return {leaf: evaluate(layout.in_words(leaf, e, stride=True), layout.values) for leaf, e in strides}
+
+
+def leaf_view(layout: Layout, tensor: torch.Tensor, first: Axis | None = None, *, padding: bool = True) -> torch.Tensor:
     """A tensor of a concrete layout as integers with one dimension for each undivided part, in logical order.
 
-    The parts of ``first`` come before all others.
+    The parts of ``first`` come before all others. Elements that share a carrier stay in it. Without ``padding``, axes
+    that are not split have their logical size: their padding may lie beyond the end of the tensor's storage.
     """
     raw = _raw(tensor)
-    stride_of = {leaf: evaluate(stride, layout.values) for leaf, stride in layout.leaf_strides.items()}
+    stride_of = _word_strides(layout)
     for dim, shown, stride in zip(layout.tensor_dims, layout.view_leaves, tensor.stride(), strict=False):
         if dim.stride is None:  # free: the tensor's own
             for leaf in reversed(shown):
@@ -181,19 +215,27 @@ def leaf_view(layout: Layout, tensor: torch.Tensor, first: Axis | None = None) -
                 stride *= evaluate(layout.memory_size(leaf), layout.values)
     axes = [*([first] if first else []), *(a for a in layout.axes if a is not first)]
     leaves = [leaf for axis in axes for leaf in axis.leaves()]
-    sizes = [evaluate(layout.memory_size(leaf), layout.values) for leaf in leaves]
+    whole = {axis.name for axis in layout.axes if not axis.parts and not padding}
+    size_of = {leaf: layout.size_of(leaf) if leaf in whole else layout.memory_size(leaf) for leaf in leaves}
+    sizes = [evaluate(layout.in_words(leaf, size), layout.values) for leaf, size in size_of.items()]
     return raw.as_strided(sizes, [stride_of[leaf] for leaf in leaves], raw.storage_offset())
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes as integers: torch cannot fill, compare or index every float8."""
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(widths[tensor.element_size()])
+    return tensor.view(_integers(tensor.element_size()))
 
 
-def _fill(tensor: torch.Tensor, code: int) -> None:
-    """By code for one-byte elements, by value for wider ones, as ``Layout.empty`` does."""
-    (_raw(tensor) if tensor.element_size() == 1 else tensor).fill_(code)
+def _integers(itemsize: int) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+
+
+def fill_(tensor: torch.Tensor, code: int, bits: int) -> None:
+    """Fill by code for elements of a byte or less (torch cannot fill every float8), by value for wider ones."""
+    if bits <= 8:
+        tensor.view(torch.uint8).fill_(code if bits == 8 else code * 0x11)
+    else:
+        tensor.fill_(code)
 
 
 # --- in a kernel ------------------------------------------------------------------------------------------------------
@@ -227,7 +269,7 @@ def offset_source(layout: Layout, coordinates: Sequence[str], name: str, strides
     if not name.isidentifier() or keyword.iskeyword(name):
         raise TypeError(f"{name!r} cannot be the name of a function")
     parts = terms(layout, coordinates, strides)
-    visible = _in_dims(layout)
+    visible = in_dims(layout)
     nodes = {a.name: a for axis in layout.axes for a in axis.walk()}
     given: dict[Term, str] = {}
     for axis in strides:
@@ -253,7 +295,7 @@ def offset_source(layout: Layout, coordinates: Sequence[str], name: str, strides
             value = f"{value} // {_operand(text(term.divisor))}"
         if term.modulus is not None:
             value = f"{value} % {_operand(text(term.modulus))}"
-        if i == 0 and layout.rules.offsets == "int64":
+        if i == 0 and term.leaf not in layout.narrow:
             value = f"tl.cast({value}, tl.int64)"
         if term in given:
             value = f"{_operand(value)} * {given[term]}"
@@ -274,7 +316,7 @@ def _operand(text: str) -> str:
     return text if text.isidentifier() or text.isdigit() or text.startswith("tl.cast(") else f"({text})"
 
 
-def _in_dims(layout: Layout) -> dict[str, Expr]:
+def in_dims(layout: Layout) -> dict[str, Expr]:
     """Every private name in terms of the layout's open dims."""
     known: dict[str, Expr] = {}
     for name, expr, _ in plan([*layout.dims, *(n for n, _ in layout.rules.default)], layout.equations):
@@ -300,8 +342,8 @@ def wrong_padding(layout: Layout, tensor: torch.Tensor) -> tuple[dict[str, int] 
     """The first padded coordinate whose content is not the layout's fill, and that content; None if there is none."""
     sizes = [layout.values_of(a.name) for a in layout.axes]
     padded = [evaluate(layout.memory_size(a.name), layout.values) for a in layout.axes]
-    content = leaf_view(layout, tensor).reshape(padded)
-    if tensor.element_size() > 1:
+    content = _unfolded(layout, leaf_view(layout, tensor)).reshape(padded)
+    if layout.word == 1 and tensor.element_size() > 1:
         content = content.contiguous().view(tensor.dtype)
     inside = torch.zeros(padded, dtype=torch.bool, device=tensor.device)
     inside[tuple(slice(s) for s in sizes)] = True
@@ -310,3 +352,17 @@ def wrong_padding(layout: Layout, tensor: torch.Tensor) -> tuple[dict[str, int] 
         return None, 0
     where = bad[0].tolist()
     return {a.name: i for a, i in zip(layout.axes, where, strict=True)}, content[tuple(where)].item()
+
+
+def elements(layout: Layout, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a tensor of a concrete layout holds, as ``dtype``, with one dimension for each logical axis, padding dropped.
+
+    A copy where one stride cannot show an axis.
+    """
+    sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
+    padded = [
+        evaluate(layout.memory_size(a.name), layout.values) if a.parts else size
+        for a, size in zip(layout.axes, sizes, strict=True)
+    ]
+    raw = _unfolded(layout, leaf_view(layout, tensor, padding=False)).reshape(padded)
+    return raw[tuple(slice(s) for s in sizes)].contiguous().view(dtype)

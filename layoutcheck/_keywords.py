@@ -31,9 +31,11 @@ class Rules:
     base: Expr = ZERO  # bytes from the start of the buffer to the first element
     align: tuple[tuple[str, Expr], ...] = ()  # axis or "base", bytes
     pad: tuple[tuple[str, Expr], ...] = ()
-    offsets: Literal["int64", "int32"] = "int64"
+    offsets: Literal["int64", "int32"] | tuple[str, ...] = "int64"  # or the axes whose own term is 32-bit
+    strict: str | None = None
     fill: int | None = None
     accept: tuple[torch.dtype, ...] = ()
+    carrier: torch.dtype | None = None
     public: tuple[str, ...] = ()
     default: tuple[tuple[str, int], ...] = ()
 
@@ -64,10 +66,10 @@ def read_rules(old: Rules, new: Mapping[str, Any], axes: tuple[Axis, ...], conte
             case "accept":
                 items = value if isinstance(value, tuple | list) else (value,)
                 changes[keyword] = tuple(_dtypes.element(v).torch for v in items)
+            case "carrier":
+                changes[keyword] = None if value is None else _dtypes.element(value).torch
             case "offsets":
-                if value not in ("int32", "int64"):
-                    raise TypeError(f"{context}: offsets={value!r} is neither 'int32' nor 'int64'")
-                changes[keyword] = value
+                changes[keyword] = _offsets(value, known, context)
             case _:
                 changes[keyword] = value
     for keyword in ("pitch", "pad", "align"):
@@ -75,6 +77,19 @@ def read_rules(old: Rules, new: Mapping[str, Any], axes: tuple[Axis, ...], conte
             if axis not in known and (keyword, axis) != ("align", "base"):
                 raise TypeError(f"{context}: {keyword} names {axis!r}; the axes are {', '.join(sorted(known))}")
     return dataclasses.replace(old, **changes)
+
+
+def _offsets(value: Any, known: set[str], context: str) -> Any:
+    widths = list(value.values()) if isinstance(value, Mapping) else [value]
+    for width in widths:
+        if width not in ("int32", "int64"):
+            raise TypeError(f"{context}: offsets={value!r} is neither 'int32' nor 'int64'")
+    if not isinstance(value, Mapping):
+        return value
+    for axis in value:
+        if axis not in known:
+            raise TypeError(f"{context}: offsets names {axis!r}; the axes are {', '.join(sorted(known))}")
+    return tuple(axis for axis, width in value.items() if width == "int32") or "int64"
 
 
 def _pitch(value: Any) -> tuple[Expr, bool]:

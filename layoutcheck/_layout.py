@@ -49,6 +49,9 @@ class Layout:
 
     - ``dtype``: an element type or several (the first is allocated); ``accept``: further torch dtypes that may carry
     it.
+    - ``carrier``: several neighbours share one element of this type, the first in its lowest bits: four E8M0 in an
+      ``"int32"``, two e2m1 in a ``"uint8"`` (the even index is the low nibble). Shape and strides count carriers,
+      offsets count elements; a dimension that fits into one carrier is not shown.
     - ``view``: how a tensor shows the memory: axes (``"slot head dim"``), groups (``"(page token) head"``), or a
       tuple of sizes for a declared shape of the same bytes. Without it a tensor shows the memory order.
     - ``dense``: which inner axes must be packed (all, if not given); the strides of the others are free as long as
@@ -57,7 +60,9 @@ class Layout:
       is inside the first pitch, in bytes.
     - ``align``: bytes that the base pointer (``base=``) or an axis's stride must be a multiple of.
     - ``pad``: multiple to which a logical axis is rounded up before it is split.
-    - ``offsets="int32"``: a view whose largest offset does not fit in 32 bits is refused.
+    - ``offsets="int32"``: a view whose largest offset does not fit in 32 bits is refused. ``offsets={"page": "int32"}``:
+      only the term ``page * stride`` is computed in 32 bits.
+    - ``strict``: axes whose stride counts even where they have size 1, as a TMA descriptor's do.
     - ``fill``: code that new memory is filled with; ``public``: parts that other arguments may refer to;
       ``default``: sizes used when nothing else determines them.
 
@@ -98,6 +103,7 @@ class Layout:
         self._set(name, axes, memory, read_elements(dtype), sizes, equations, rules)
         # An axis that a keyword sizes is that size everywhere: token is page_size, lane is 32.
         self._set(*self._substituted({k: parse(v) for k, v in keywords.items() if k in known}))
+        self._check_carrier()
         _ = self.dims, self.tensor_dims  # a declaration that cannot be shown is refused here, not at its first use
 
     def _set(
@@ -172,10 +178,23 @@ class Layout:
         name = changes.pop("name", name)
         rules = read_rules(rules, changes, self.axes, self.name)
         new._set(name, axes, memory, elements, new_sizes, [*equations, *extra], rules)
+        found: dict[str, int] = {}
         for axis, e, equation in plan((), new.equations):  # a number given for one name may fix others
-            new._set(*new._substituted({axis: Const(_computed(name, e, {}, equation))}))
+            found[axis] = _computed(name, e, found, equation)
+        if found:
+            new._set(*new._substituted({axis: Const(n) for axis, n in found.items()}))
+        new._check_carrier()
         _ = new.dims, new.tensor_dims
         return new
+
+    def _check_carrier(self) -> None:
+        bits = {e.bits for e in self.elements}
+        if self.rules.carrier is None and bits <= {8, 16, 32, 64}:
+            return
+        if len(bits) > 1 or max(bits) > 8 or not self.order:
+            raise TypeError(f"{self.name}: only elements of one width, 8 bits or fewer, share a carrier")
+        if self.leaf_strides[self.order[-1]] != Const(1):
+            raise TypeError(f"{self.name}: {self.order[-1]} has a pitch, so its elements cannot share a carrier")
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +266,19 @@ class Layout:
         return strides
 
     def _elements_of(self, size: Expr, in_bytes: bool) -> Expr:
-        return op_("/", size, Const(self.elements[0].itemsize)) if in_bytes else size
+        return product([size, Const(8)], [Const(self.elements[0].bits)]) if in_bytes else size
+
+    @cached_property
+    def word(self) -> int:
+        """Elements that share one element of the tensor: 1, unless they are narrower than what carries them."""
+        return self.dtype.itemsize * 8 // self.elements[0].bits
+
+    def in_words(self, leaf: str, size: Expr, *, stride: bool = False) -> Expr:
+        """A size or stride of an undivided axis, in elements of the tensor."""
+        innermost = leaf == self.order[-1]
+        if self.word == 1 or (innermost and stride) or (not innermost and not stride):
+            return size
+        return product([size], [Const(self.word)])
 
     @cached_property
     def span(self) -> Expr:
@@ -299,7 +330,23 @@ class Layout:
             return True
         in_order = tuple(leaf for group in self.view_leaves for leaf in group) == self.order
         padded_view = bool(self.rules.pad) and self.rules.view is not None
-        return in_order and not self.rules.pitch and not padded_view and self.rules.dense is None
+        free = self.rules.pitch or padded_view or self.rules.dense is not None or self.rules.strict is not None
+        return in_order and not free
+
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """The undivided axes whose offsets are computed in 32 bits."""
+        if isinstance(self.rules.offsets, tuple):
+            return tuple(leaf for axis in self.axes for a in axis.walk() if a.name in self.rules.offsets for leaf in a.leaves())
+        return self.order if self.rules.offsets == "int32" else ()
+
+    @cached_property
+    def strict(self) -> frozenset[str]:
+        """The undivided axes whose stride counts even where they have size 1."""
+        if self.rules.strict is None:
+            return frozenset()
+        groups = expand(parse_groups(self.rules.strict), self.axes, self.rules.strict)
+        return frozenset(leaf for group in groups for leaf in group)
 
     # --- solving -----------------------------------------------------------------------------------------------------
 
@@ -345,7 +392,12 @@ class Layout:
     def _number(self, expr: Expr) -> int:
         if not self.concrete:
             raise TypeError(f"{self.name} is open in {', '.join(self.dims)}: give them, {self.name}(...={{number}})")
-        return int(evaluate(expr, self.values))
+        try:
+            return int(evaluate(expr, self.values))
+        except Inexact as error:
+            raise LayoutError(
+                self.name, [Violation(self.name, "relation", brief(error.division), str(error), headline=str(error))]
+            ) from None
 
     @cached_property
     def values(self) -> dict[str, int]:
@@ -374,7 +426,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of memory, padding and gaps included."""
-        return self.numel * self.elements[0].itemsize
+        return self._number(product([self.span], [Const(self.word)])) * self.dtype.itemsize
 
     @property
     def padding(self) -> int:
@@ -385,13 +437,26 @@ class Layout:
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype that is allocated."""
-        return self.elements[0].torch
+        return self.rules.carrier or self.elements[0].torch
 
     @cached_property
     def accepted(self) -> tuple[torch.dtype, ...]:
-        """Every torch dtype that may carry the elements."""
+        """Every torch dtype that a tensor of this layout may have."""
         own = [e.torch for e in self.elements]
-        return tuple(dict.fromkeys([*own, *(c for e in self.elements for c in e.carriers), *self.rules.accept]))
+        found = [self.dtype, *own, *(c for e in self.elements for c in e.carriers), *self.rules.accept]
+        if self.rules.carrier is not None:
+            found = [d for d in found if d.itemsize == self.dtype.itemsize]
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def logical(self) -> tuple[torch.dtype, ...]:
+        """Every torch dtype in which one element may stand alone, as ``pack`` takes it and ``unpack`` gives it."""
+        if self.word == 1:
+            return self.accepted
+        if self.elements[0].bits < 8:
+            return (torch.uint8,)
+        found = [*(e.torch for e in self.elements), *(c for e in self.elements for c in e.carriers)]
+        return tuple(dict.fromkeys(found))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -400,10 +465,9 @@ class Layout:
 
         Without a ``fill`` rule the contents are undefined, as with ``torch.empty``.
         """
-        element = self._chosen(dtype)
-        storage = torch.empty(self.numel, dtype=element.torch, device=device)
+        storage = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self._chosen(dtype), device=device)
         if self.rules.fill is not None:
-            fill_(storage, self.rules.fill)
+            _index.fill_(storage, self.rules.fill, self.elements[0].bits)
         return self._show(storage)
 
     def view(self, raw: torch.Tensor, *, offset: int = 0, dtype: Any = None) -> torch.Tensor:
@@ -411,7 +475,7 @@ class Layout:
 
         Nothing is written. Raises :class:`LayoutError` if the memory is too small or not aligned to the element.
         """
-        element = self._chosen(dtype)
+        chosen = self._chosen(dtype)
         room = raw.numel() * raw.element_size() - offset
         if not raw.is_contiguous():
             raise _raw_error(self.name, "stride", "dense memory", f"strides {tuple(raw.stride())}")
@@ -419,23 +483,23 @@ class Layout:
             raise _raw_error(
                 self.name, "shape", f"{self.nbytes} bytes from byte {offset}", f"{max(room, 0)} bytes"
             )  # fmt: skip
-        if offset % element.itemsize:
+        if offset % chosen.itemsize:
             raise _raw_error(
-                self.name, "alignment", f"offset % {element.itemsize} == 0 for {element}", f"offset {offset}"
+                self.name, "alignment", f"offset % {chosen.itemsize} == 0 for {_dtypes.of(chosen)}", f"offset {offset}"
             )
         bytes_ = raw.reshape(-1).view(torch.uint8)[offset : offset + self.nbytes]
-        return self._show(bytes_.view(element.torch))
+        return self._show(bytes_.view(chosen))
 
-    def _chosen(self, dtype: Any) -> _dtypes.Element:
+    def _chosen(self, dtype: Any) -> torch.dtype:
         if dtype is None:
-            return self.elements[0]
+            return self.dtype
         element = _dtypes.element(dtype)
         if element.torch not in self.accepted:
             raise TypeError(f"{self.name} holds {' or '.join(map(str, self.elements))}, not {element}")
-        return element
+        return element.torch
 
     def _show(self, storage: torch.Tensor) -> torch.Tensor:
-        base = self._number(self._elements_of(self.rules.base, True))
+        base = self._number(product([self._elements_of(self.rules.base, True)], [Const(self.word)]))
         return storage.as_strided(self.shape, self.strides, storage.storage_offset() + base)
 
     # --- the map: see _index -----------------------------------------------------------------------------------------
@@ -477,7 +541,7 @@ class Layout:
             [(n, brief(e)) for n, e in self.sizes],
             sorted(str(e) for e in self.equations),
             [self.rules.view if not isinstance(self.rules.view, tuple) else [brief(e) for e in self.rules.view]],
-            [(f, str(getattr(self.rules, f))) for f in ("dense", "offsets", "fill", "accept")],
+            [(f, str(getattr(self.rules, f))) for f in ("dense", "offsets", "fill", "accept", "carrier", "strict")],
             [(a, brief(e), b) for a, e, b in self.rules.pitch],
             brief(self.rules.base),
             [(a, brief(e)) for a, e in (*self.rules.align, *self.rules.pad)],
@@ -496,14 +560,6 @@ class Layout:
         if self.concrete:
             return f"<{self.name} {self.shape} {'|'.join(map(str, self.elements))}>"
         return f"<{self.name}: {self}; {'|'.join(map(str, self.elements))}; open: {', '.join(self.dims)}>"
-
-
-def fill_(tensor: torch.Tensor, code: int) -> None:
-    """Fill by code for one-byte elements (torch cannot fill every float8), by value for wider ones."""
-    if tensor.element_size() == 1:
-        tensor.view(torch.uint8).fill_(code)
-    else:
-        tensor.fill_(code)
 
 
 def _renamed(name: str, values: Mapping[str, Expr]) -> str:

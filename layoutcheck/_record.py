@@ -17,6 +17,7 @@ import torch
 
 from layoutcheck._dims import Const, Expr, Inexact, evaluate, names, op_, parse, plan, product, substitute
 from layoutcheck._errors import LayoutError, Violation
+from layoutcheck._index import in_dims
 from layoutcheck._layout import Layout
 
 
@@ -25,7 +26,8 @@ class Record:
     """Typed sections packed into the innermost dimension of a byte buffer.
 
     ``buffer`` is the layout of the bytes; its last axis in memory is the record. ``sections`` are layouts, in the order
-    in which they stand in a record, each starting where the one before ends; the memory order of each begins with the
+    in which they stand in a record, each starting where the one before ends, or at its own ``base``: sections that take
+    turns, token by token, say their ``base`` and the ``pitch`` of the token. The memory order of each begins with the
     buffer's outer axes. Bytes of a record that no section covers are padding.
 
     ``Record("dsa.index_132", buffer=Layout(..., "page byte -> page byte", byte="page_size * 132"), data=Layout(...),
@@ -41,18 +43,23 @@ class Record:
     used: Expr
 
     def __init__(self, name: str, *, buffer: Layout, **sections: Layout) -> None:
-        if any(e.itemsize != 1 for e in buffer.elements):
+        if any(e.bits != 8 for e in buffer.elements):
             raise TypeError(f"{name}: the buffer of a record holds bytes, not {buffer.elements[0]}")
         outer = buffer.order[:-1]
         placed: dict[str, Layout] = {}
         base: Expr = Const(0)
+        used: Expr = Const(0)
         for section, layout in sections.items():
             if layout.order[: len(outer)] != outer:
                 raise TypeError(f"{name}: section {section} must begin with {' '.join(outer)} in memory")
-            inner = product(layout.memory_size(leaf) for leaf in layout.order[len(outer) :])
+            if layout.rules.base != Const(0):
+                base = layout.rules.base
             placed[section] = _placed(layout, f"{name}.{section}", buffer, outer, base)
-            base = op_("+", base, product([inner, Const(layout.elements[0].itemsize)]))
-        self._set(name, buffer(name=name), placed, base)
+            inner = _extent(layout, layout.order[len(outer) :])
+            inner = substitute(inner, in_dims(layout))  # another section may use the names of its parts otherwise
+            base = op_("+", base, product([inner, Const(layout.elements[0].bits)], [Const(8)]))
+            used = base if used == Const(0) or layout.rules.base == Const(0) else op_("max", used, base)
+        self._set(name, buffer(name=name), placed, used)
 
     def _set(self, name: str, buffer: Layout, sections: Mapping[str, Layout], used: Expr) -> None:
         fields = {"name": name, "buffer": buffer, "parts": tuple(sections.items()), "used": used}
@@ -173,7 +180,7 @@ class Record:
     def offset(self, section: str, **coordinates: Any) -> Any:
         """Offset in bytes of the first byte of an element of a section."""
         layout = self.section(section)
-        return layout.offset(**coordinates) * layout.elements[0].itemsize
+        return layout.offset(**coordinates) * layout.elements[0].bits // 8
 
     def offset_fn(self, section: str, *coordinates: str, name: str, strides: Sequence[str] = ()) -> Any:
         """A ``@triton.jit`` function for a section; offsets count elements of its type from the buffer's start."""
@@ -192,14 +199,28 @@ class Record:
 
 def _placed(layout: Layout, name: str, buffer: Layout, outer: tuple[str, ...], base: Expr) -> Layout:
     """A section's layout with the buffer's strides in the outer axes, starting at ``base`` bytes."""
-    pitch = tuple((leaf, buffer.leaf_strides[leaf], True) for leaf in outer)
+    private = in_dims(buffer)
+    pitch = tuple((leaf, substitute(buffer.leaf_strides[leaf], private), True) for leaf in outer)
     placed = layout(name=name)
+    pitch += tuple(p for p in placed.rules.pitch if p[0] not in outer)
     rules = dataclasses.replace(placed.rules, pitch=pitch, base=base, default=buffer.rules.default)
     placed._set(name, placed.axes, placed.memory, placed.elements, dict(placed.sizes), placed.equations, rules)
     _ = placed.dims, placed.tensor_dims
     return placed
 
 
+def _extent(layout: Layout, inner: tuple[str, ...]) -> Expr:
+    """Elements from the first to the end of the last of one record's part of a section."""
+    extent: Expr = Const(1)
+    for leaf in reversed(inner):
+        size, stride = layout.memory_size(leaf), layout.leaf_strides[leaf]
+        if stride == extent:
+            extent = product([extent, size])
+        else:
+            extent = op_("+", product([op_("-", size, Const(1)), stride]), extent)
+    return extent
+
+
 def _strided(layout: Layout, flat: torch.Tensor) -> torch.Tensor:
-    element = layout.elements[0]
-    return layout._show(flat[: len(flat) // element.itemsize * element.itemsize].view(element.torch))
+    width = layout.dtype.itemsize
+    return layout._show(flat[: len(flat) // width * width].view(layout.dtype))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from layoutcheck import _compile, _dtypes
+from layoutcheck import _compile, _dtypes, _manifest, _tags
 from layoutcheck._call import Call, filled
-from layoutcheck._dims import Const, Expr, Inexact, Name, Op, brief, evaluate, names
-from layoutcheck._errors import Violation
-from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._dims import Const, Expr, Inexact, Name, Op, arguments, brief, calls, evaluate, names, substitute
+from layoutcheck._errors import Rule, Violation
+from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
 from layoutcheck._solve import Check, Step
 
 
@@ -93,6 +93,10 @@ def rule(call: Call, under: tuple[Condition, ...], rule: Any, broken: set[str]) 
                     yield _presence(call, name, given=False, because=f"{' and '.join(present)} {_is(present)} given")
         case NoOverlap(args):
             yield from _no_overlap(call, args)
+        case Each((name,)) if name not in call.contract.tensors:
+            yield from _each(call, rule, because)
+        case Agree((first, second), fields):
+            yield from _disagreement(call, first, second, fields)
 
 
 def _because(call: Call, under: tuple[Condition, ...]) -> str:
@@ -157,18 +161,116 @@ def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
                 n, "dtype", wanted, got, None, f"pass {n} as {wanted}",
                 headline=f"{n} must be {wanted}{same}{why}, got {got}", body=(),
             )  # fmt: skip
+        case Op("==" | "!=" | "in" | "not in" as op, operands) if any(_is_tag(o) for o in operands):
+            return _tagged(call, expr, op, operands, why)
     used = list(dict.fromkeys(names(expr)))
     facts = [f"{n} = {_shown(call.values[n])}{_from(call, n)}" for n in used if n in call.values]
     facts += [f"{n} is {_dtype_of(call.arguments.get(n))}" for n in _dtype_arguments(expr)]
     argument = _owner(call, expr, used)
     got = detail or _sides(call, expr) or ", ".join(facts)
-    rule: Literal["relation", "dtype"] = "dtype" if any(True for _ in _dtype_arguments(expr)) else "relation"
+    rule = _kind(call, expr, used)
     more = f": {', '.join(facts)}" if got != ", ".join(facts) and got not in facts else ""
     return Violation(
         argument, rule, brief(expr), got, None, _fix(call, expr, argument),
         headline=f"{argument}: {brief(expr)} is needed{why}",
         body=(f"expected {brief(expr)}", f"got      {got}{more}"),
     )  # fmt: skip
+
+
+def _kind(call: Call, expr: Expr, used: list[str]) -> Rule:
+    """What a condition speaks of: an element type, the sizes of one tensor, or a relation."""
+    about = {c.op for c in calls(expr)}
+    if about:
+        return "dtype" if "dtype" in about else "shape" if about == {"numel"} and not used else "relation"
+    sources = {call.source_of(name) for name in used}
+    return "shape" if len(sources) == 1 and sources <= set(call.contract.tensors) else "relation"
+
+
+_TAG_RULES: dict[str, Rule] = {"layout": "layout", "encoding": "dtype"}
+
+
+def _is_tag(expr: Expr) -> bool:
+    return isinstance(expr, Op) and expr.op in ("tag", "tags")
+
+
+def _tagged(call: Call, expr: Expr, op: str, operands: tuple[Expr, ...], why: str) -> Violation:
+    """A condition on what is known of a tensor's memory."""
+    about = [o for o in operands if isinstance(o, Op) and _is_tag(o)]
+    (name, fact), *others = [(o.args[0].name, o.args[1].value) for o in about]  # type: ignore[union-attr]
+    value = evaluate(about[0], call.values, call.arguments)
+    got = f"{name} has {fact} {_shown(value)}" if value not in (None, ()) else f"{name} has no tag {fact}"
+    if others:
+        other, _ = others[0]
+        theirs = _tags.fact(call.arguments.get(other), fact)
+        wanted = f"the same {fact} as {other}, which has {_shown(theirs)}"
+    elif op == "==":
+        wanted = " or ".join(_shown(evaluate(o, call.values, call.arguments)) for o in operands if not _is_tag(o))
+        sources = [n for o in operands for n in names(o)]
+        wanted = f"{fact} {wanted}" + (f" ({', '.join(sources)})" if sources else "")
+    else:
+        wanted = brief(expr)
+    cause = None
+    if about[0].op == "tags":
+        shared = [n for n in call.contract.tensors if n != name and _same_memory(call.arguments, name, n)]
+        cause = f"{name} shares its memory with {', '.join(shared)}" if shared else None
+    fix = f"pass {name} with {wanted}" if value is not None else f"layoutcheck.tag({name}, {fact}=...) where it is written"
+    if others:
+        fix = f"write, move or resize {name} and {others[0][0]} in the same step"
+    elif about[0].op == "tags":
+        fix = f"pass a {name} with memory of its own, or skip the call"
+    return Violation(
+        name, _TAG_RULES.get(fact, "relation"), wanted, got, cause, fix,
+        headline=f"{name}: {wanted} is needed{why}, but {got}", body=(),
+    )  # fmt: skip
+
+
+def _same_memory(given: Any, a: str, b: str) -> bool:
+    x, y = given.get(a), given.get(b)
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
+    (start, stop), (other, end) = _tags.extent(x), _tags.extent(y)
+    return x.untyped_storage() is y.untyped_storage() and start < end and other < stop
+
+
+def _each(call: Call, rule: Each, because: str) -> Iterator[Violation]:
+    """The values of a sequence that do not keep a comparison."""
+    (name,) = rule.arguments
+    expr = substitute(rule.expr, {VALUE: Name(name)})
+    try:
+        values = list(call.arguments.get(name) or ())
+        bad = [i for i, v in enumerate(values) if not evaluate(rule.expr, {**call.values, VALUE: v})]
+    except (KeyError, TypeError, Inexact):
+        return
+    if not bad:
+        return
+    at = bad[0]
+    shown = brief(filled(rule.expr, {**call.values, VALUE: values[at]})).partition(" == ")[0]
+    why = f" because {because}" if because else ""
+    more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+    yield Violation(
+        name, "value", f"every {brief(expr)}", f"{name}[{at}] = {values[at]} ({shown}){more}", None,
+        _fix(call, expr, name), headline=f"{name}: {brief(expr)} is needed for every value{why}",
+    )  # fmt: skip
+
+
+def _disagreement(call: Call, first: str, second: str, fields: tuple[str, ...]) -> Iterator[Violation]:
+    """Every field in which two descriptors differ."""
+    found = _manifest.diff(call.arguments.get(first), call.arguments.get(second), fields)
+    if not found:
+        return
+    shown = found[:_MOST_FIELDS]
+    width = max(len(d.field) for d in shown)
+    rest = [f"and {len(found) - len(shown)} fields more"] if len(found) > len(shown) else []
+    lines = [f"{d.field:<{width}}  {d.first} in {first}, {d.second} in {second}" for d in shown]
+    yield Violation(
+        second, "peer", ", ".join(f"{d.field} = {d.first}" for d in shown),
+        ", ".join(f"{d.field} = {d.second}" for d in shown), None,
+        f"refuse this {second}: give both sides one configuration, then exchange {first} and {second} again",
+        headline=f"{second} differs from {first}", body=(*lines, *rest),
+    )  # fmt: skip
+
+
+_MOST_FIELDS = 8
 
 
 def _dtype_words(call: Call, expr: Expr) -> str:
@@ -185,7 +287,7 @@ def _dtype_words(call: Call, expr: Expr) -> str:
 
 def _owner(call: Call, expr: Expr, used: list[str]) -> str:
     """The argument that a condition speaks of: one that it names, or the one that bound its dims."""
-    for name in _dtype_arguments(expr):
+    for name in arguments(expr):
         return name
     for name in used:
         if name in call.contract.signature.parameters:

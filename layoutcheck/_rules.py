@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from layoutcheck._dims import Expr, brief, parse, parse_condition
+from layoutcheck._dims import Expr, brief, names, parse, parse_condition
 
 
 @dataclass(frozen=True, init=False)
@@ -13,8 +13,8 @@ class Index:
     """The values of an index tensor: each in ``[start, stop)``, or skipped.
 
     ``stop`` is a size, usually a dim's name: ``Index("slot")``. ``skip`` is a comparison that marks values the kernel
-    ignores: ``skip="<= 0"``, ``skip="== -1"``. ``unique``: no value that is not skipped may occur twice. Checked in
-    ``values`` mode.
+    ignores: ``skip="<= 0"``, ``skip="== -1 and skip_negative"``. ``unique``: no value that is not skipped may occur
+    twice. Checked in ``values`` mode.
     """
 
     stop: Expr
@@ -28,21 +28,55 @@ class Index:
         for field, value in dict(stop=parse(stop), start=parse(start), skip=skip, unique=unique).items():
             object.__setattr__(self, field, value)
 
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """What the rule is computed from; ``index`` stands for a value."""
+        skip = () if self.skip is None else (parse_condition(f"index {self.skip}"),)
+        return (self.start, self.stop, *skip)
+
 
 @dataclass(frozen=True, init=False)
 class Indptr:
     """A prefix sum: starts at 0, never decreases, ends at ``stop`` (at most there, if ``capacity``).
 
-    ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. Checked in ``values``
-    mode.
+    ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. ``longest`` is a size that
+    no difference of neighbours may pass. Checked in ``values`` mode.
     """
 
     stop: Expr
     capacity: bool
+    longest: Expr | None
 
-    def __init__(self, stop: str | int, *, capacity: bool = False) -> None:
-        object.__setattr__(self, "stop", parse(stop))
-        object.__setattr__(self, "capacity", capacity)
+    def __init__(self, stop: str | int, *, capacity: bool = False, longest: str | int | None = None) -> None:
+        values = dict(stop=parse(stop), capacity=capacity, longest=None if longest is None else parse(longest))
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """What the rule is computed from."""
+        return (self.stop,) if self.longest is None else (self.stop, self.longest)
+
+
+@dataclass(frozen=True, init=False)
+class Finite:
+    """No element is NaN or infinite, where ``at`` says: ``Finite(slot=0)`` is for the slot that padded tokens read.
+
+    ``at`` fixes coordinates of the layout; the others run over all they have. Checked in ``values`` mode.
+    """
+
+    at: tuple[tuple[str, Expr], ...]
+
+    def __init__(self, **at: str | int) -> None:
+        object.__setattr__(self, "at", tuple((axis, parse(value)) for axis, value in at.items()))
+
+    @property
+    def exprs(self) -> tuple[Expr, ...]:
+        """What the rule is computed from."""
+        return tuple(e for _, e in self.at)
+
+
+ValueRule = Index | Indptr | Finite
 
 
 @dataclass(frozen=True)
@@ -94,6 +128,30 @@ class NoOverlap:
 
 
 @dataclass(frozen=True)
+class Each:
+    """A comparison that every value of an argument must keep."""
+
+    arguments: tuple[str]
+    expr: Expr
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The dims and scalars that the comparison uses besides the value itself."""
+        return (n for n in names(self.expr) if n != VALUE)
+
+    def __str__(self) -> str:
+        return brief(self.expr)
+
+
+@dataclass(frozen=True)
+class Agree:
+    """Two descriptors, such as those of two processes, that must say the same in the named fields (all, if none)."""
+
+    arguments: tuple[str, str]
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class When:
     """Rules that hold only where a condition does."""
 
@@ -101,7 +159,8 @@ class When:
     rules: tuple[Rule, ...]
 
 
-Rule = Condition | Needs | Forbids | Together | NoOverlap | When
+Rule = Condition | Needs | Forbids | Together | NoOverlap | Each | Agree | When
+VALUE = "value"
 
 
 def needs(*arguments: str) -> Needs:
@@ -122,6 +181,23 @@ def together(*arguments: str) -> Together:
 def no_overlap(*arguments: str) -> NoOverlap:
     """These tensors must not share memory."""
     return NoOverlap(_names(arguments))
+
+
+def each(argument: str, comparison: str) -> Each:
+    """Every value of a sequence, or of a tensor, keeps a comparison: ``each("m_splits", "% 128 == 0")``.
+
+    A sequence is checked on every call, a tensor in ``values`` mode.
+    """
+    return Each(_names((argument,)), parse_condition(f"{VALUE} {comparison}"))  # type: ignore[arg-type]
+
+
+def agree(first: str, second: str, *fields: str) -> Agree:
+    """Two descriptors say the same: ``agree("local", "peer", "kv_dtype", "page_size")``.
+
+    Each is a mapping (a pool's manifest, the record of a first contact) and may come from outside: whatever it holds, a
+    difference is a violation that names every field that differs. Without ``fields`` all are compared.
+    """
+    return Agree(_names((first, second)), fields)  # type: ignore[arg-type]
 
 
 def when(condition: str, *rules: str | Rule) -> When:

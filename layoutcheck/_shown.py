@@ -37,12 +37,16 @@ def tensor_dims(layout: Layout) -> tuple[Dim, ...]:
     else:
         groups = parse_groups(view)
         leaves = expand(groups, layout.axes, view)
-        if sorted(leaf for g in leaves for leaf in g) != sorted(layout.order):
+        shown = sorted(leaf for g in leaves for leaf in g)
+        if shown != sorted(layout.order) and not (in_one_word(layout) and shown == sorted(layout.order[:-1])):
             raise TypeError(f"{layout.name}: view {view!r} must show every part of the memory once")
     size_of = layout.memory_size if view is None else layout.size_of
     padded = {axis for axis, _ in layout.rules.pad}
     dims = []
+    hidden = (layout.order[-1],) if in_one_word(layout) else ()
     for group, parts in zip(groups, leaves, strict=True):
+        if parts == hidden:
+            continue
         label = group[0] if len(group) == 1 else f"({' '.join(group)})"
         for outer, inner in pairwise(parts):
             if not layout.adjacent(outer, inner):
@@ -52,10 +56,16 @@ def tensor_dims(layout: Layout) -> tuple[Dim, ...]:
                 )
         if view is not None and len(parts) > 1 and padded & set(group):
             raise TypeError(f"{layout.name}: {label} is padded and split, so no stride shows it as one dimension")
-        size = product(size_of(n) for n in group)
-        stride = layout.leaf_strides[parts[-1]]
-        dims.append(Dim(label, size, stride) if layout.packed(parts[-1]) else Dim(label, size, None, stride))
+        last = parts[-1]
+        size = layout.in_words(last, product(size_of(n) for n in group))
+        stride = layout.in_words(last, layout.leaf_strides[last], stride=True)
+        dims.append(Dim(label, size, stride) if layout.packed(last) else Dim(label, size, None, stride))
     return tuple(dims)
+
+
+def in_one_word(layout: Layout) -> bool:
+    """Whether the innermost axis fills one carrier exactly: it is no dimension of the tensor then."""
+    return layout.word > 1 and layout.memory_size(layout.order[-1]) == Const(layout.word)
 
 
 def _declared(sizes: tuple[Expr, ...]) -> tuple[Dim, ...]:

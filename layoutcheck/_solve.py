@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layoutcheck._dims import Equation, Expr, Name, brief, isolate, names, plan
-from layoutcheck._rules import Condition
+from layoutcheck._rules import Condition, Each
 from layoutcheck._specs import Form, TensorSpec
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _scalars(contract: Contract, solver: _Solver) -> None:
     """Arguments and derived values that are dims: plain integers whose name some size or condition uses."""
     needed = {n for s in contract.tensors.values() for _, f in s.forms for n in names_of(f)}
     for under, rule in contract.conditions:
-        needed |= {n for c in (*under, rule) if isinstance(c, Condition) for n in names(c.expr)}
+        needed |= {n for c in (*under, rule) if isinstance(c, Condition | Each) for n in names(c.expr)}
     for name in (*contract.signature.parameters, *contract.derive):
         spec = contract.scalars.get(name)
         is_size = spec.type is int and not spec.optional if spec is not None else name in contract.derive

@@ -21,7 +21,7 @@ from layoutcheck._choose import Choose
 from layoutcheck._dims import Const, DimSyntaxError, Equation, Expr, Name, brief, names, parse
 from layoutcheck._layout import Layout
 from layoutcheck._record import Record
-from layoutcheck._rules import Index, Indptr, Writes
+from layoutcheck._rules import ValueRule, Writes
 
 VARIADIC = "*"
 _UNRESOLVED = object()
@@ -45,10 +45,12 @@ class Form:
     plain: bool = False
     equations: tuple[Equation, ...] = ()
     align: tuple[tuple[int | None, Expr], ...] = ()
-    int32: bool = False
+    int32: tuple[int, ...] = ()  # dimensions whose terms are added up in 32 bits
+    strict: frozenset[int] = frozenset()  # dimensions whose stride counts even where their size is 1
     defaults: tuple[tuple[str, int], ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     layout: Layout | None = None
+    dims: tuple[tuple[str, Expr], ...] = ()  # the layout's open dims in the contract's names
     text: str = ""
 
 
@@ -60,7 +62,7 @@ class TensorSpec:
     forms: tuple[tuple[Expr | None, Form], ...]
     optional: bool = False
     writes: Writes | None = None
-    values: tuple[Index | Indptr, ...] = ()
+    values: tuple[ValueRule, ...] = ()
 
     @property
     def form(self) -> Form | None:
@@ -132,7 +134,7 @@ def _read_one(name: str, annotation: Any, extras: tuple[Any, ...]) -> Spec | Non
     if len(layouts) > 1:
         raise TypeError(f"{name}: Annotated holds {len(layouts)} layouts; use Choose to pick one by a condition")
     writes = next((e for e in extras if isinstance(e, Writes)), None)
-    values = tuple(e for e in extras if isinstance(e, Index | Indptr))
+    values = tuple(e for e in extras if isinstance(e, ValueRule))
     if layouts:
         return TensorSpec(name, _layout_forms(name, layouts[0]), writes=writes, values=values)
     if _is_jaxtyping(annotation):
@@ -235,10 +237,12 @@ def layout_form(prefix: str, original: Layout) -> Form:
         plain=layout.plain,
         equations=layout.equations,
         align=tuple(align),
-        int32=layout.rules.offsets == "int32",
+        int32=tuple(i for i, group in enumerate(original.view_leaves) if set(group) & set(original.narrow)),
+        strict=frozenset(i for i, group in enumerate(original.view_leaves) if original.strict & set(group)),
         defaults=tuple((n, v) for n, v in layout.rules.default if n in layout._names),
         parts=parts,
         layout=original,
+        dims=tuple((d, Name(f"{prefix}.{d}" if d in private else d)) for d in original.dims),
         text=original.name,
     )
 

@@ -6,17 +6,18 @@ rules are skipped: a captured stream may not be synchronised. Meta and fake tens
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
 
 from layoutcheck import _dtypes, _index
-from layoutcheck._call import solve
+from layoutcheck._call import case_of, filled, layout_dims, solve
 from layoutcheck._contract import Contract
-from layoutcheck._dims import evaluate, parse_condition
+from layoutcheck._dims import Const, Expr, Name, Op, brief, evaluate, names, parse_condition, substitute
 from layoutcheck._errors import Violation
-from layoutcheck._rules import Index, Indptr
+from layoutcheck._rules import VALUE, Each, Finite, Index, Indptr
 from layoutcheck._specs import Form, TensorSpec
 
 
@@ -34,14 +35,21 @@ def _check(contract: Contract, arguments: Mapping[str, Any]) -> Iterator[Violati
         if not _has_data(tensor):
             continue
         for rule in spec.values:
-            if isinstance(rule, Index):
-                yield from _out_of_range(spec.name, rule, tensor, values)
-            else:
-                yield from _indptr(spec.name, rule, tensor, values)
-        for condition, form in spec.forms:
-            if condition is None or evaluate(condition, values, arguments):
-                yield from _padding(spec, form, tensor, values)
-                break
+            match rule:
+                case Index():
+                    yield from _out_of_range(spec.name, rule, tensor, values)
+                case Indptr():
+                    yield from _indptr(spec.name, rule, tensor, values)
+                case Finite() if (case := case_of(spec, values, arguments)) is not None:
+                    if (v := _finite(spec.name, spec.forms[case][1], rule, tensor, values)) is not None:
+                        yield v
+        if (case := case_of(spec, values, arguments)) is not None:
+            yield from _padding(spec, spec.forms[case][1], tensor, values)
+    for under, each in contract.conditions:
+        if isinstance(each, Each) and _has_data(tensor := arguments.get(each.arguments[0])):
+            holds = all(evaluate(u.expr, values, arguments) for u in under)
+            if holds and (v := _each(values, each, tensor)) is not None:
+                yield v
 
 
 def _has_data(tensor: Any) -> TypeGuard[torch.Tensor]:
@@ -57,17 +65,20 @@ def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[
     start, stop = evaluate(rule.start, values), evaluate(rule.stop, values)
     kept = torch.ones_like(flat, dtype=torch.bool)
     if rule.skip is not None:
-        kept = ~evaluate(parse_condition(f"index {rule.skip}"), {"index": flat})
-    skipped = f"; skipped are {rule.skip}" if rule.skip else ""
-    wanted = f"{start} <= {name} < {stop}{skipped}"
+        kept = ~_mask(parse_condition(f"index {rule.skip}"), {**values, "index": flat})
+    skipped = f"; skipped are {_filled_text(rule.skip, values)}" if rule.skip else ""
+    limit = _sized(rule.stop, values)
+    wanted = f"{start} <= {name} < {limit}{skipped}"
     outside = (kept & ((flat < start) | (flat >= stop))).nonzero()
     if len(outside):
         at = int(outside[0])
         bad = int(flat[at])
+        place = _place(tensor, at)
         yield Violation(
-            name, "value", wanted, f"{name}[{at}] = {bad}", None, f"pass indices below {stop}",
+            name, "value", wanted, f"{name}{place} = {bad}", _read_as(bad, len(outside), start, stop),
+            f"pass values from {start} to {stop - 1}",
             headline=f"{name} has {len(outside)} of {len(flat)} values out of range",
-            body=(f"expected {wanted}", f"got      {name}[{at}] = {bad}"),
+            body=(f"expected {wanted}", f"got      {name}{place} = {bad}"),
         )  # fmt: skip
     if rule.unique:
         live = flat[kept]
@@ -76,10 +87,54 @@ def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[
             value = int(twice[0])
             where = (kept & (flat == value)).nonzero().reshape(-1)[:2].tolist()
             yield Violation(
-                name, "value", "every value once", f"{value} at {where[0]} and {where[1]}", None,
+                name, "value", "no value twice", f"{value} at {where[0]} and {where[1]}", None,
                 f"give each row a slot of its own in {name}: of two writes to one slot either may win",
-                headline=f"{name} has {len(twice)} values more than once",
+                headline=f"{name} has {len(twice)} {'value' if len(twice) == 1 else 'values'} more than once",
             )  # fmt: skip
+
+
+def _read_as(bad: int, count: int, start: int, stop: int) -> str | None:
+    """What an index below zero addresses where it is taken as it stands."""
+    if bad >= 0 or start != 0 or stop + bad < 0:
+        return None
+    return f"{count} negative or beyond the end; counted from the end, {bad} is {stop + bad}" if count else None
+
+
+def _mask(expr: Expr, values: Mapping[str, Any]) -> torch.Tensor:
+    """A condition on ``index``, value by value; what does not speak of it is one truth for all."""
+    index = values["index"]
+    match expr:
+        case Op("and" | "or" as op, parts):
+            masks = [_mask(p, values) for p in parts]
+            return functools.reduce(torch.logical_and if op == "and" else torch.logical_or, masks)
+        case Op("not", (part,)):
+            return ~_mask(part, values)
+        case Op("in" | "not in" as op, (left, Op("tuple", items))) if "index" in names(left):
+            value = evaluate(left, values)
+            hits = [value == evaluate(i, values) for i in items]
+            mask = functools.reduce(torch.logical_or, hits, torch.zeros_like(index, dtype=torch.bool))
+            return mask if op == "in" else ~mask
+    result = evaluate(expr, values)
+    return result if isinstance(result, torch.Tensor) else torch.full_like(index, bool(result), dtype=torch.bool)
+
+
+def _sized(expr: Expr, values: Mapping[str, Any]) -> str:
+    """``slot = 8192``, or the number alone."""
+    value = evaluate(expr, values)
+    if isinstance(expr, Const):
+        return str(value)
+    numbers = f" = {brief(filled(expr, values))}" if isinstance(expr, Op) else ""
+    return f"{brief(expr)}{numbers} = {value}"
+
+
+def _filled_text(skip: str, values: Mapping[str, Any]) -> str:
+    known = [n for n in dict.fromkeys(names(parse_condition(f"index {skip}"))) if n in values and n != "index"]
+    return skip + "".join(f" ({n} = {values[n]})" for n in known)
+
+
+def _place(tensor: torch.Tensor, at: int) -> str:
+    """``[0, 1]`` for the position of a value in a tensor read row by row."""
+    return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)])
 
 
 def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
@@ -90,17 +145,70 @@ def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, 
         got = f"{name}[0] = {int(flat[0])}" if len(flat) else "no entries"
         yield Violation(name, "value", f"{name}[0] = 0", got, None, fix, headline=f"{name} does not start at 0")
         return
-    falls = (flat[1:] < flat[:-1]).nonzero()
-    if len(falls):
+    steps = flat[1:] - flat[:-1]
+    longest = None if rule.longest is None else evaluate(rule.longest, values)
+    if len(falls := (steps < 0).nonzero()):
         at = int(falls[0])
         got = f"{name}[{at}] = {int(flat[at])}, {name}[{at + 1}] = {int(flat[at + 1])}"
         yield Violation(name, "value", f"{name} never decreases", got, None, fix, headline=f"{name} decreases")
+    elif longest is not None and len(long := (steps > longest).nonzero()):
+        assert rule.longest is not None
+        at = int(long[0])
+        got = f"{name}[{at + 1}] - {name}[{at}] = {int(steps[at])}"
+        wanted = f"no step above {_sized(rule.longest, values)}"
+        yield Violation(name, "value", wanted, got, None, f"raise {brief(rule.longest)}, or split the sequence",
+                        headline=f"{name} has a step that is too long")  # fmt: skip
     last = int(flat[-1])
     if last > stop or (last != stop and not rule.capacity):
-        wanted = f"{name}[-1] {'<=' if rule.capacity else '='} {stop}"
+        wanted = f"{name}[-1] {'<=' if rule.capacity else '='} {_sized(rule.stop, values)}"
         yield Violation(
             name, "value", wanted, f"{name}[-1] = {last}", None, fix, headline=f"{name} ends at {last}, not {stop}"
         )
+
+
+def _each(call_values: Mapping[str, Any], rule: Each, tensor: torch.Tensor) -> Violation | None:
+    """The first value of a tensor that does not keep a comparison."""
+    flat = tensor.reshape(-1)
+    good = _mask(substitute(rule.expr, {VALUE: Name("index")}), {**call_values, "index": flat})
+    bad = (~good).nonzero()
+    if not len(bad):
+        return None
+    (name,) = rule.arguments
+    at = int(bad[0])
+    got = f"{name}{_place(tensor, at)} = {flat[at].item()}"
+    return Violation(
+        name, "value", f"every {rule}", got, None, f"correct {name} where it is computed",
+        headline=f"{name} has {len(bad)} of {len(flat)} values for which {rule} does not hold",
+    )  # fmt: skip
+
+
+def _finite(name: str, form: Form, rule: Finite, tensor: torch.Tensor, values: Mapping[str, Any]) -> Violation | None:
+    """The first element that is not a number, where the rule says."""
+    at = {axis: int(evaluate(e, values)) for axis, e in rule.at}
+    content, labels, element = tensor, form.labels, _dtypes.of(tensor.dtype)
+    if form.layout is not None:
+        dims = layout_dims(form, values)
+        if dims is None or form.layout.elements[0].bits < 8:
+            return None  # not known where the elements are, or of a type that has no such code
+        element = element if element in form.layout.elements else form.layout.elements[0]
+        content = _index.elements(form.layout(**dims), tensor, element.torch)
+        labels = tuple(a.name for a in form.layout.axes)
+    part = content[tuple(at.get(label, slice(None)) for label in labels)]
+    bad = (~part.float().isfinite()).nonzero()
+    if not len(bad):
+        return None
+    code = part[tuple(bad[0].tolist())].reshape(1)
+    number = str(code.float().item())
+    shown = f"{int(code.view(torch.uint8)):#04x}, which is {number} in {element}" if element.bits == 8 else number
+    free = [label for label in labels if label not in at]
+    first = ", ".join(f"{n} {i}" for n, i in [*at.items(), *zip(free, bad[0].tolist(), strict=False)])
+    where = ", ".join(f"{n} {i}" for n, i in at.items())
+    fix = f"fill {where} of {name} with 0 when it is allocated, and never write it" if at else None
+    return Violation(
+        name, "value", f"finite elements{' at ' if at else ''}{where}", f"{shown}, at {first}", None,
+        fix or f"correct {name} where it is computed",
+        headline=f"{name} has {len(bad)} of {part.numel()} elements that are not finite{' at ' if at else ''}{where}",
+    )  # fmt: skip
 
 
 def _padding(spec: TensorSpec, form: Form, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
@@ -108,9 +216,10 @@ def _padding(spec: TensorSpec, form: Form, tensor: torch.Tensor, values: Mapping
     layout = form.layout
     if layout is None or not layout.rules.pad or layout.rules.fill is None or tensor.numel() == 0:
         return
-    if any(not isinstance(values.get(n), int) for n in layout.dims):
+    dims = layout_dims(form, values)
+    if dims is None:
         return  # the logical sizes are the argument's own secret: nothing says what is padding
-    concrete = layout(**{n: values[n] for n in layout.dims})
+    concrete = layout(**dims)
     where, code = _index.wrong_padding(concrete, tensor)
     if where is None:
         return

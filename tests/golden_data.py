@@ -1,7 +1,7 @@
 """The golden vectors of ``tests/golden``: what is there, and what their sizes are called in the catalogue.
 
-``tests/golden/index.json`` says of every vector what it holds and where it comes from. Sizes are plural there (``pages``)
-and dims singular (``page``); axes are matched by position, since a few have another name in the catalogue.
+``tests/golden/index.json`` says of every vector what it holds and where it comes from. Sizes are plural there
+(``pages``) and dims singular (``page``); axes are matched by position, since a few have another name in the catalogue.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from layoutcheck import Layout, Record
 from layoutcheck._pattern import Axis
 from layoutcheck.layouts import entries
@@ -23,7 +24,6 @@ from layoutcheck.layouts import entries
 GOLDEN = Path(__file__).parent / "golden"
 SINGULAR = {"pages": "page", "slots": "slot", "heads": "head", "rows": "row", "cols": "col"}
 RENAMED = {"unified_kv.kv_scale": {"rows": "page", "head_dim": "dim"}}
-FOLLOW = {"group_size", "page_bytes"}  # no dims: they follow from the layout, which must agree
 
 
 @cache
@@ -47,10 +47,28 @@ def load(name: str) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
+def entry(v: Mapping[str, Any]) -> Layout | Record | None:
+    """The catalogue entry of a vector; one with a batch axis may be an entry of its own."""
+    batched = entries().get(f"{v['layout']}.batched") if "batch" in v["sizes"] else None
+    return batched or entries().get(v["layout"])
+
+
+def sizes_by(v: Mapping[str, Any], *, given: bool) -> dict[str, int]:
+    renamed, found = SINGULAR | RENAMED.get(v["layout"], {}), entry(v)
+    layouts = [found.buffer, *found.sections.values()] if isinstance(found, Record) else [found]
+    known = {n for e in layouts if e for n in (*e._names, *dict(e.sizes))}
+    sizes = {renamed.get(n, n): size for n, size in v["sizes"].items()}
+    return {n: size for n, size in sizes.items() if (n in known) == given}
+
+
 def dims(v: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a vector under the catalogue's names."""
-    renamed = SINGULAR | RENAMED.get(v["layout"], {})
-    return {renamed.get(n, n): size for n, size in v["sizes"].items() if n not in FOLLOW}
+    """The sizes of a vector that its layout has, under the catalogue's names."""
+    return sizes_by(v, given=True)
+
+
+def others(v: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of a vector that its layout does not have: it must agree with them all the same."""
+    return sizes_by(v, given=False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,9 @@ class Map:
     @property
     def entry(self) -> Layout | Record:
         """The catalogue entry, its dims open."""
-        return entries()[self.vector["layout"]]
+        found = entry(self.vector)
+        assert found is not None
+        return found
 
     @cached_property
     def record(self) -> Record:
@@ -102,18 +122,20 @@ class Map:
     def offset(self) -> np.ndarray:
         """Offset in elements by logical coordinates."""
         if self.section is None:
-            return self.arrays["offset"]
+            stored, own = self.vector["logical_axes"], [a.name for a in self.layout.axes]
+            swapped = stored != own and sorted(stored) == sorted(own)
+            return self.arrays["offset"].transpose([stored.index(n) for n in own] if swapped else range(len(own)))
         offset, rest = np.divmod(self.arrays[self.element["array"]], self.element["itemsize"])
         assert not rest.any()
         return offset
 
 
 def maps() -> list[Map]:
-    """Every stored map whose layout is in the catalogue."""
+    """Every stored map."""
     return [
         Map(v["id"], section)
         for v in vectors("index_map")
-        if v["layout"] in entries()
+        if entry(v) is not None
         for section in v.get("sections", {None: None})
     ]
 

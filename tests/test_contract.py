@@ -471,7 +471,13 @@ def test_string_annotations_see_the_enclosing_function():
 def test_scalars():
     @contract
     def f(
-        n: int, x: float, flag: bool, name: str, which: Literal["a", "b"], many: list[int], maybe: Optional[int] = None  # noqa: UP045
+        n: int,
+        x: float,
+        flag: bool,
+        name: str,
+        which: Literal["a", "b"],
+        many: list[int],
+        maybe: Optional[int] = None,  # noqa: UP045
     ) -> str:
         return "ran"
 

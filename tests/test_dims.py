@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+
 from layoutcheck import BF16, E4M3
 from layoutcheck._dims import (
     Const,
@@ -99,7 +100,7 @@ def bindings(low: int = 0) -> st.SearchStrategy[dict[str, int]]:
 
 def comparisons() -> st.SearchStrategy[str]:
     sizes = trees("+ - * min max").map(lambda t: t.text)
-    pairs = st.builds("({} {} {})".format, sizes, st.sampled_from("== != < <= > >=".split()), sizes)
+    pairs = st.builds("({} {} {})".format, sizes, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), sizes)
     chains = st.builds("({} {} {} {} {})".format, sizes, st.sampled_from(["<", "=="]), sizes, st.just("<="), sizes)
     lists = st.builds("({} {} ({}, {}, 7))".format, sizes, st.sampled_from(["in", "not in"]), sizes, sizes)
     return st.one_of(pairs, chains, lists)
@@ -498,10 +499,10 @@ def first(text: str) -> str:
 @pytest.mark.parametrize("text", HOSTILE, ids=first)
 def test_anything_else_is_refused_at_once_and_never_run(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(DimSyntaxError) as caught:
         parse(text)
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     assert not list(tmp_path.iterdir())
     assert len(str(caught.value)) < 400
 
@@ -538,7 +539,9 @@ def test_what_is_no_condition(text, message):
         parse_condition(text)
 
 
-@pytest.mark.parametrize("value", [1.5, None, True, [1], b"a", 2**63, -(2**64), 10**5000], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [1.5, None, True, [1], b"a", 2**63, -(2**64), 10**5000], ids=lambda v: type(v).__name__
+)
 def test_what_is_no_size(value):
     with pytest.raises(DimSyntaxError):
         parse(value)

@@ -1,8 +1,7 @@
 """Packed rows and pages of several types in one byte buffer.
 
 ``flashmla.v32_656``: FlashMLA @9241ae3 README and ``tests/quant.py``; sglang 0.5.23 ``kernels/ops/quantization/
-dsa_quant_k_cache.py``; vLLM 0.33.0 fp8_ds_mla. ``dsa.index_132``: sglang 0.5.23
-``kernels/ops/kvcache/dsa_index_k_cache.py``; DeepGEMM @54e2261 ``csrc/apis/attention.hpp``.
+dsa_quant_k_cache.py``; vLLM 0.33.0 fp8_ds_mla.
 """
 
 from __future__ import annotations
@@ -32,20 +31,9 @@ FLASHMLA_V32_656 = Record(
     ),
     rope=Layout("rope", "slot(page token) dim -> page token dim", dtype=BF16, token="page_size", dim=64, public="page"),
 )
-"""A row of 656 bytes a token: 512 e4m3, their 4 fp32 scales (one per 128), 64 bf16 of rope."""
+"""A row of 656 bytes a token: 512 e4m3, their 4 fp32 scales (one per 128), 64 bf16 of rope.
 
-DSA_INDEX_132 = Record(
-    "dsa.index_132",
-    buffer=Layout(
-        "dsa.index_132",
-        "page byte -> page byte",
-        dtype=(UINT8, E4M3),
-        byte="page_size * 132",
-        fill=0,
-    ),
-    data=Layout(
-        "data", "slot(page token) dim -> page token dim", dtype=E4M3, token="page_size", dim=128, public="page"
-    ),
-    scale=Layout("scale", "slot(page token) -> page token", dtype=FP32, token="page_size", public="page"),
-)
-"""A page of the sparse-attention indexer: the keys of all its tokens (128 e4m3 each), then their fp32 scales."""
+Users: FlashMLA's sparse decoding, vLLM's fp8_ds_mla, sglang for DeepSeek-V3.2, FlashInfer's sparse MLA.
+Source: FlashMLA @9241ae3 tests/quant.py, run; sglang 0.5.23 kernels/ops/quantization/dsa_quant_k_cache.py.
+Not checked: on Blackwell the base must be at 16 bytes; whether scales are powers of two.
+"""

@@ -2,7 +2,8 @@
 
 Bytes moved (conv caches, windows) and bytes quantised from equal bf16 are compared for equality. A bf16 result may be
 one ulp off: the kernel sums in fp32, the reference in float64, and where the sum lies within that error of the middle
-between two bf16 values it may round to the other one. That is rare, so how many may differ is bounded too.
+between two bf16 values it may round to the other one. What is computed from a rounded value and rounded again (k, and q
+times its factor) may then be two off: an ulp of 1.0 is two of 1.9. That is rare, so how many may differ is bounded too.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import layoutcheck.kernels.fused_prologue as fp
 import numpy as np
 import pytest
 import torch
-from layoutcheck.kernels.fused_prologue import fused_prologue_decode, fused_prologue_extend, fused_prologue_verify
 
+import layoutcheck.kernels.fused_prologue as fp
 from layoutcheck import LayoutError, mode
+from layoutcheck.kernels.fused_prologue import fused_prologue_decode, fused_prologue_extend, fused_prologue_verify
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
@@ -77,9 +78,9 @@ def ulps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (ordered(got) - ordered(want)).abs()
 
 
-def assert_rounded(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_rounded(got: torch.Tensor, want: torch.Tensor, *, twice: bool = False) -> None:
     off = ulps(got, want)
-    assert off.max() <= 1
+    assert off.max() <= (2 if twice else 1)
     assert (off > 0).sum() <= 1 + off.numel() // 500
 
 
@@ -104,6 +105,8 @@ class Problem:
     pages: int = 5
     seed: int = 0
     index_dtype: torch.dtype = torch.int32
+        1  # the norm of a k that was itself one ulp off may be two off; few problems are so large as to show it
+    )
     args: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,7 +134,7 @@ class Problem:
             if i >= 0 and m:
                 conv[i, :, : 2 * self.dkv] = draw(self.width - 1, 2 * self.dkv)
         loc = 1 + torch.randperm(slots - 1, generator=g)[:tokens]
-        loc[1:3] = torch.tensor([0, -7])[: len(loc[1:3])]
+        loc[:2] = torch.tensor([0, -7])[: len(loc[:2])] if tokens > 1 else loc[:2]
         element = E4M3 if self.mxfp8 else BF16
 
         def cache() -> torch.Tensor:
@@ -162,7 +165,7 @@ class Problem:
             k_offset=self.k_offset,
             v_offset=self.v_offset,
             page_size=self.page_size,
-            eps=1e-5,
+            eps=0.25,  # large enough to be seen
             silu=self.silu,
             residual=self.residual,
             q_factor=torch.rand(tokens, generator=g) + 0.5 if self.factor else None,
@@ -223,13 +226,14 @@ def check(p: Problem) -> fp.Prologue:
         assert ((value - q.reshape(value.shape)).abs() <= amax * (2**-4 + 2**-8)).all()
     else:
         assert got.q_scale is None
-        assert_rounded(got.q, q)
+        assert_rounded(got.q, q, twice=p.factor)
 
     index, rows = a["cache_indices"].tolist(), [s for s, n in enumerate(p.lengths) for _ in range(n)]
     for which, result in (("k", got.k), ("v", got.v)):
         raw = p.windows(which, before[f"{which}_conv"])
         want = convolved(raw, a[f"{which}_weight"], p.silu, p.residual)
-        assert_rounded(result, norm(want, a["k_gamma"], a["eps"]) if which == "k" else want)
+        want = norm(want, a["k_gamma"], a["eps"]) if which == "k" else want
+        assert_rounded(result, want, twice=which == "k")
 
         cache, scale = before[f"{which}_cache"], before.get(f"{which}_scale")
         heads = result.reshape(-1, p.heads, 128)
@@ -502,12 +506,12 @@ WRONG: dict[str, tuple[Callable[[Problem], dict], list[str]]] = {
     "built transposed": (lambda p: dict(k_scale=scales(8, 8, 4, 32, 4)), ["k_scale", "chunk and lane are swapped"]),
     "sliced": (lambda p: dict(v_scale=scales(8, 16, 32, 4, 4)[:, :8]), ["v_scale", "slice of a wider tensor", "8192"]),
     "flat": (lambda p: dict(k_scale=scales(1024, 8, 4)), ["k_scale", "(1024, 8, 4)", "(8, 8, 32, 4, 4)"]),
-    "one of two": (lambda p: dict(v_scale=None), ["v_scale is required", "missing"]),
+    "one of two": (lambda p: dict(v_scale=None), ["v_scale is required", "got None"]),
     "none": (lambda p: dict(k_scale=None, v_scale=None), ["k_scale is required", "v_scale is required"]),
     "given and ignored": (bf16_caches, ["k_scale must be None", "v_scale must be None", "bfloat16"]),
     "one cache quantised": (
         lambda p: dict(v_cache=bf16_caches(p)["v_cache"]),
-        ["v_cache", "float8_e4m3fn", "bfloat16"],
+        ["v_cache", "float8_e4m3fn"],
     ),
     "of fp32": (lambda p: dict(k_scale=torch.zeros(8, 8, 32, 4, 4)), ["k_scale", "float8_e8m0fnu or uint8", "float32"]),
     "one cache twice": (lambda p: dict(v_cache=p.args["k_cache"]), ["v_cache overlaps k_cache"]),
@@ -516,10 +520,6 @@ WRONG: dict[str, tuple[Callable[[Problem], dict], list[str]]] = {
         ["page_size % 32 == 0", "16 % 32 = 16"],
     ),
     "dq": (lambda p: dict(dq=200), ["dq % 128 == 0", "200 % 128 = 72"]),
-    "dkv": (
-        lambda p: dict(k_weight=torch.zeros(1000, 4, dtype=BF16), v_weight=torch.zeros(1000, 4, dtype=BF16)),
-        ["dkv % 128 == 0", "1000 % 128 = 104"],
-    ),
     "slice past the row": (
         lambda p: dict(k_offset=p.k_offset + 128),
         ["k_offset + dkv <= row", f"row = {8 + 1024 + 16 + 128 + 1024 + 24}"],
@@ -563,6 +563,11 @@ def test_wrong_buffers(wrong, entry, monkeypatch):
 @pytest.mark.parametrize(
     ("entry", "change", "says"),
     [
+        (
+            "decode",
+            lambda p: {n: torch.zeros(1000, 4, dtype=BF16) for n in ("k_weight", "v_weight")},
+            ["1000 % 128 = 104"],
+        ),
         ("decode", lambda p: dict(track_mask=None), ["track_mask is required", "track_indices"]),
         ("extend", lambda p: dict(track_rows=None), ["track_rows is required"]),
         ("verify", lambda p: dict(draft_tokens=3), ["token == seq * draft_tokens", "draft_tokens = 3"]),

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from golden_data import Map, coordinates, cuts, dims, maps
+
 from layoutcheck import FP32, INT8, Layout, Record, _index, layouts
 from layoutcheck._index import offset_source
 from layoutcheck.layouts import entries
@@ -32,13 +33,13 @@ def keywords(function: Any) -> list[str]:
 def run(function: Any, at: dict[str, np.ndarray], sizes: dict[str, int], *, constexpr: bool = False) -> np.ndarray:
     """The offsets of coordinates, from a kernel made for this function."""
     assert sorted(sizes) == sorted(keywords(function))
-    loads = [f"tl.load({name}_at + i, i < N, 0)" for name in at]
+    loads = [f"tl.load({name}_at + i, i < count_, 0)" for name in at]
     given = [f"{k}={k}" for k in sizes]
     parameters = [f"{name}_at" for name in at] + [k + ": tl.constexpr" * constexpr for k in sizes]
     text = (
-        f"def kernel(out, {', '.join(parameters)}, N, BLOCK: tl.constexpr):\n"
-        "    i = tl.arange(0, BLOCK)\n"
-        f"    tl.store(out + i, function({', '.join(loads + given)}), i < N)\n"
+        f"def kernel(out, {', '.join(parameters)}, count_, BLOCK_: tl.constexpr):\n"
+        "    i = tl.arange(0, BLOCK_)\n"
+        f"    tl.store(out + i, function({', '.join(loads + given)}), i < count_)\n"
     )
     filename = f"<kernel {next(_files)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
@@ -56,8 +57,9 @@ def int32(at: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def upper(golden: Map) -> dict[str, int]:
-    """Every dim of a vector, and every default, as an offset function calls it."""
-    return {n.upper(): s for n, s in (dict(golden.open.rules.default) | dims(golden.vector)).items()}
+    """Every size of a vector, as an offset function calls it."""
+    given = {n: s for n, s in dims(golden.vector).items() if n in golden.open._names}
+    return {n.upper(): s for n, s in (given | golden.open.solve(**given)).items()}
 
 
 # --- Against the golden vectors --------------------------------------------------------------------------------------
@@ -164,8 +166,8 @@ def body(name: str, *coordinates: str, section: str | None = None, strides: tupl
         ),
         (
             body("scale.128x4", "row", "col"),
-            "row, col, *, COL -> tl.cast(row // 128, tl.int64) * ((COL + 4 - 1) // 4 * 4 * 128) + (row // 32 % 4) * 4 + "
-            "(row % 32) * 16 + (col // 4) * 512 + col % 4",
+            "row, col, *, COL -> tl.cast(row // 128, tl.int64) * ((COL + 4 - 1) // 4 * 4 * 128) + "
+            "(row // 32 % 4) * 4 + (row % 32) * 16 + (col // 4) * 512 + col % 4",
         ),
         (
             body("unified_kv.rows", "slot", "dim"),  # page and token are adjacent, and so not split
@@ -195,7 +197,9 @@ def test_all_parts_adjacent_are_one_term():
     tiles = Layout("tiles", "row(a b c) col -> a b c col", dtype=FP32, b=4, c=8, col=3)
     assert offset_source(tiles, ("row", "col"), "f").endswith("return tl.cast(row, tl.int64) * 3 + col\n")
     split = offset_source(tiles, ("row", "col"), "f", ("b",))
-    assert split.endswith("return tl.cast(row // 32, tl.int64) * 96 + (row // 8 % 4) * B_STRIDE + (row % 8) * 3 + col\n")
+    assert split.endswith(
+        "return tl.cast(row // 32, tl.int64) * 96 + (row // 8 % 4) * B_STRIDE + (row % 8) * 3 + col\n"
+    )
 
 
 @pytest.mark.parametrize(

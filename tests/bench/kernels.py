@@ -1,0 +1,505 @@
+"""Every kernel checked against its reference and then timed beside its peer, on the same inputs, in one run.
+
+    python tests/bench/kernels.py                                  # torch's own peers only
+    PEER_SGLANG=FOLDER python tests/bench/kernels.py [NAME ...]    # sglang 0.5.23's kernels as well
+
+FOLDER holds the files of the ``sglang`` package named in ``SGLANG_FILES`` below, at these paths; they are read, never
+kept here. NAME selects works by a part of their name. A time counts only where the check in the same run has passed.
+
+Inputs are fresh random numbers; everything that must not be read holds NaN, outputs are poisoned by the caching
+allocator's leftovers. Times are medians: of ``triton.testing.do_bench``, and of graph replays where a work is so small
+that launching it would be what is measured (``graph``). Shares are of the copy bandwidth (bytes read and written) or
+the bf16 matrix rate that this run measured first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import triton
+import triton.testing
+from torch import Tensor
+
+from layoutcheck import layout, mode
+from layoutcheck.kernels import quantize_mxfp8, quantize_store_kv_mxfp8
+from layoutcheck.pools import MXFP8KVPool
+
+SGLANG_FILES = dict(
+    store="kvcache/mxfp8_quant_store_kv.py",
+    quantize="quantization/mxfp8_quant.py",
+    sparse="attention/dsv4/unified_kv_kernels/paged_decode.py",
+    paged="attention/decode_attention.py",
+)
+DEVICE = "cuda"
+COPY = 4.3e12
+MATMUL = 790e12
+
+
+@dataclass
+class Work:
+    """One line of the table: what is run, what it must move or compute, and what it is compared with."""
+
+    name: str
+    run: Callable[[], Any]
+    check: Callable[[], None]
+    bytes: float = 0.0
+    flops: float = 0.0
+    peers: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    graph: bool = False
+
+
+def median(call: Callable[[], Any], graph: bool) -> float:
+    """Milliseconds."""
+    if graph:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return float(triton.testing.do_bench_cudagraph(call, rep=50, return_mode="median"))
+    return float(triton.testing.do_bench(call, warmup=25, rep=150, return_mode="median"))
+
+
+def close(got: Tensor, want: Tensor, limit: float, what: str) -> None:
+    """Relative error in the Frobenius norm; NaN never passes."""
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    assert error <= limit, f"{what}: relative error {error:.2e} is above {limit:.0e}"
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def sglang(name: str) -> Any | None:
+    """A module of sglang's kernels, loaded by its path with stand-ins for what it imports; None without the folder."""
+    folder = os.environ.get("PEER_SGLANG")
+    if folder is None:
+        return None
+    for module in (
+        "sglang", "sglang.srt", "sglang.srt.environ", "sglang.srt.utils", "sglang.srt.utils.common", "sglang.kernels",
+        "sglang.kernels.ops", "sglang.kernels.ops.quantization", "sglang.kernels.ops.quantization.fp8_kernel",
+        "sglang.kernels.ops.attention", "sglang.kernels.ops.attention.score_mod",
+    ):  # fmt: skip
+        sys.modules.setdefault(module, MagicMock(spec=types.ModuleType, name=module))
+    sys.modules["sglang.kernels.ops.quantization.fp8_kernel"].is_fp8_fnuz = lambda: False
+    for module in ("sglang.srt.utils", "sglang.srt.utils.common"):
+        for test in ("is_hip", "is_gfx1250_supported", "is_cuda", "is_npu", "is_xpu"):
+            setattr(sys.modules[module], test, lambda: False)
+    spec = importlib.util.spec_from_file_location(f"peer_{name}", Path(folder) / SGLANG_FILES[name])
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- quantising -------------------------------------------------------------------------------------------------------
+
+
+def mxfp8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Payload and scale bytes of bf16 rows, in float64: the smallest power of two with amax <= 448 * 2^e."""
+    blocks = x.double().reshape(*x.shape[:-1], -1, 32)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    exponent = torch.ceil(torch.log2(amax / 448)).clamp(-127, 127)
+    exponent += (448 * torch.exp2(exponent) < amax).double() - (448 * torch.exp2(exponent - 1) >= amax).double()
+    payload = (blocks / torch.exp2(exponent)).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+    return payload.reshape(x.shape), (exponent.squeeze(-1) + 127).to(torch.uint8)
+
+
+def rows(*shape: int) -> Tensor:
+    """Random rows whose blocks differ widely in size."""
+    x = torch.randn(*shape, device=DEVICE)
+    return (x * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), device=DEVICE))).bfloat16()
+
+
+def store_works() -> Iterator[Work]:
+    """New K and V rows into a paged MXFP8 cache: 8 heads x 128, page size 128."""
+    peer = sglang("store")
+    for tokens, order in ((65_536, "consecutive"), (262_144, "consecutive"), (262_144, "random"), (16, "consecutive")):
+        pool = MXFP8KVPool.allocate(device=DEVICE, page=tokens // 128 + 2, page_size=128, head=8, head_dim=128)
+        k, v = rows(tokens, 8, 128), rows(tokens, 8, 128)
+        slots = torch.arange(1, 1 + tokens, device=DEVICE)
+        loc = slots if order == "consecutive" else slots[torch.randperm(tokens, device=DEVICE)]
+        buffers = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+
+        def run(k: Tensor = k, v: Tensor = v, loc: Tensor = loc, buffers: Any = buffers) -> None:
+            quantize_store_kv_mxfp8(k, v, loc, *buffers, page_size=128)
+
+        def theirs(k: Tensor = k, v: Tensor = v, loc: Tensor = loc, buffers: Any = buffers) -> None:
+            peer.quant_store_kv_mxfp8(
+                k, v, loc, *buffers[:2], *(s.view(torch.uint8) for s in buffers[2:]), page_size=128
+            )
+
+        def check(
+            k: Tensor = k, v: Tensor = v, loc: Tensor = loc, pool: MXFP8KVPool = pool,
+            run: Callable[[], None] = run, theirs: Callable[[], None] = theirs,
+        ) -> None:  # fmt: skip
+            run()
+            scale_layout = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
+            some = torch.randperm(len(loc), device=DEVICE)[:8192]
+            scales = []
+            for x, cache, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
+                payload, byte = mxfp8_reference(x[some])
+                assert torch.equal(cache[loc[some]].view(torch.uint8), payload.view(torch.uint8)), "payload"
+                found = scale_layout.unpack(scale).view(torch.uint8)[loc[some]]
+                assert torch.equal(found, byte), "scales"
+                scales.append(scale.view(torch.uint8).clone())
+            if peer is not None:
+                theirs()
+                for mine, scale in zip(scales, (pool.k_scale, pool.v_scale), strict=True):
+                    assert torch.equal(mine, scale.view(torch.uint8)), "scale bytes differ from sglang's"
+
+        moved = 2 * tokens * 8 * (128 * 3 + 4) + 8 * tokens
+        name = f"quantize + store K/V, T {tokens:,}, {order}"
+        peers = {"sglang": theirs} if peer is not None else {}
+        yield Work(name, run, check, bytes=moved, peers=peers, graph=tokens <= 128)
+
+
+def quantize_works() -> Iterator[Work]:
+    """Rows to payload and scales: T 262,144, 8 heads x 128."""
+    peer = sglang("quantize")
+    tokens = 262_144
+    x = rows(tokens, 8, 128)
+    for scale_layout in ("linear", "interleaved", "128x4"):
+
+        def run(scale_layout: str = scale_layout) -> tuple[Tensor, Tensor]:
+            return quantize_mxfp8(x, scale_layout=scale_layout)
+
+        def check(scale_layout: str = scale_layout, run: Callable[[], Any] = run) -> None:
+            values, scale = run()
+            n = 8192
+            payload, byte = mxfp8_reference(x[:n])
+            assert torch.equal(values[:n].view(torch.uint8), payload.view(torch.uint8)), "payload"
+            if scale_layout == "interleaved":
+                scale = layout("mxfp8.interleaved")(slot=tokens, head=8, head_dim=128, page_size=128).unpack(scale)
+            elif scale_layout == "128x4":
+                scale = layout("scale.128x4")(row=tokens * 8, col=4).unpack(scale).reshape(tokens, 8, 4)
+            assert torch.equal(scale[:n].view(torch.uint8), byte), "scales"
+
+        peers = {"sglang": lambda: peer.to_mxfp8(x)} if peer is not None and scale_layout == "linear" else {}
+        moved = tokens * 8 * (128 * 3 + 4)
+        yield Work(f"quantize_mxfp8, T {tokens:,}, {scale_layout}", run, check, bytes=moved, peers=peers)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def sparse_works() -> Iterator[Work]:
+    """Sparse decode over a unified pool: D 512, per-token slot lists."""
+    from layoutcheck.kernels import quantize_store_unified_kv, sparse_attention_unified_kv
+
+    peer = sglang("sparse")
+    for heads, tokens, length, kind in ((16, 128, 4096, "fp8"), (16, 128, 4096, "bf16"), (128, 128, 1152, "fp8")):
+        slots = tokens * length * 5 // 4
+        bf16 = torch.randn(slots, 512, device=DEVICE).bfloat16()
+        indices = (torch.randperm(slots - 1, device=DEVICE)[: tokens * length] + 1).int()
+        indptr = (torch.arange(tokens + 1, device=DEVICE) * length).int()
+        unread = torch.ones(slots, dtype=torch.bool, device=DEVICE)
+        unread[indices.long()] = False
+        scale = None
+        if kind == "fp8":
+            kv = torch.full((slots, 512), float("nan"), device=DEVICE).to(torch.float8_e4m3fn)
+            scale = torch.full((slots, 8), float("nan"), device=DEVICE)
+            quantize_store_unified_kv(bf16, torch.arange(slots, device=DEVICE), kv, scale)
+            kv.view(torch.uint8)[unread] = 0x7F
+            scale[unread] = float("nan")
+        else:
+            kv = bf16
+            kv[unread] = float("nan")
+        q = torch.randn(tokens, heads, 512, device=DEVICE).bfloat16()
+        sink = torch.randn(heads, device=DEVICE)
+
+        def run(
+            q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, p: Tensor = indptr, s: Any = sink, z: Any = scale
+        ) -> Tensor:
+            return sparse_attention_unified_kv(q, kv, i, p, s, kv_scale=z, softmax_scale=512**-0.5)
+
+        def theirs(
+            q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, p: Tensor = indptr, s: Any = sink, z: Any = scale
+        ) -> Tensor:
+            return peer._sparse_attn_v4_paged_decode_triton(q, kv, i, p, s, 512**-0.5, kv_scales=z)
+
+        def check(
+            q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, p: Tensor = indptr, s: Tensor = sink, z: Any = scale,
+            run: Callable[[], Tensor] = run,
+        ) -> None:  # fmt: skip
+            out = run()
+            for t in (0, 1, len(q) - 1):
+                listed = i[p[t] : p[t + 1]].long()
+                x = kv[listed].double()
+                if z is not None:
+                    x *= z[listed].double().repeat_interleave(64, dim=1)
+                scores = torch.cat([q[t].double() @ x.T * 512**-0.5, s.double()[:, None]], dim=1)
+                close(out[t], torch.softmax(scores, dim=1)[:, :-1] @ x, 1e-2, "sparse attention")
+
+        read = tokens * length * (512 + 32 if kind == "fp8" else 1024)
+        flops = 4.0 * tokens * length * heads * 512
+        name = f"sparse decode, {kind}, {heads} heads, T {tokens} x {length:,}"
+        peers = {"sglang": theirs} if peer is not None else {}
+        yield Work(name, run, check, bytes=read, flops=flops if heads >= 64 else 0, peers=peers)
+
+
+def paged_works() -> Iterator[Work]:
+    """Dense paged decode: 32 query heads, 8 KV heads x 128, page size 128."""
+    from layoutcheck.kernels import paged_attention
+
+    peer = sglang("paged")
+    for batch, length in ((32, 8192), (128, 4096), (64, 32_768), (1, 8192)):
+        pages = batch * length // 128
+        bf16 = [torch.randn(pages + 1, 128, 8, 128, device=DEVICE).bfloat16().view(-1, 8, 128) for _ in "kv"]
+        table = (torch.randperm(pages, device=DEVICE) + 1).int().view(batch, -1)
+        lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+        for cache in bf16:
+            cache[:128] = float("nan")
+        q = torch.randn(batch, 32, 128, device=DEVICE).bfloat16()
+        pool = MXFP8KVPool.allocate(device=DEVICE, page=pages + 1, page_size=128, head=8, head_dim=128)
+        pool.store(*(c.nan_to_num() for c in bf16), torch.arange(len(bf16[0]), device=DEVICE))
+        pool.k.view(torch.uint8)[:128], pool.v.view(torch.uint8)[:128] = 0x7F, 0x7F
+        pool.k_scale.view(torch.uint8)[0], pool.v_scale.view(torch.uint8)[0] = 0xFF, 0xFF
+        q8, q_scale = quantize_mxfp8(q)
+        slots = (table[:, :, None] * 128 + torch.arange(128, device=DEVICE)).view(batch, -1).int()
+
+        def run_mxfp8(
+            q8: Tensor = q8, pool: Any = pool, t: Tensor = table, n: Tensor = lens, s: Tensor = q_scale
+        ) -> Tensor:
+            return paged_attention(q8, pool.k, pool.v, t, n, q_scale=s, k_scale=pool.k_scale, v_scale=pool.v_scale)
+
+        def run_bf16(q: Tensor = q, kv: Any = bf16, t: Tensor = table, n: Tensor = lens) -> Tensor:
+            return paged_attention(q, *kv, t, n)
+
+        def check_mxfp8(
+            run: Callable[[], Tensor] = run_mxfp8,
+            q8: Tensor = q8,
+            s: Tensor = q_scale,
+            pool: Any = pool,
+            slots: Tensor = slots,
+        ) -> None:
+            out = run()
+            scales = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
+            powers = [
+                torch.exp2(scales.unpack(x).view(torch.uint8).double() - 127) for x in (pool.k_scale, pool.v_scale)
+            ]
+            for b in {0, len(q8) - 1}:
+                at = slots[b].long()
+                query = q8[b].double() * torch.exp2(s[b].view(torch.uint8).double() - 127).repeat_interleave(32, -1)
+                k, v = (
+                    c[at].double() * p[at].repeat_interleave(32, -1)
+                    for c, p in zip((pool.k, pool.v), powers, strict=True)
+                )
+                close(out[b], _attention(query, k, v), 1e-2, "paged attention, MXFP8")
+
+        def check_bf16(
+            run: Callable[[], Tensor] = run_bf16, q: Tensor = q, kv: Any = bf16, slots: Tensor = slots
+        ) -> None:
+            out = run()
+            for b in {0, len(q) - 1}:
+                at = slots[b].long()
+                close(out[b], _attention(q[b].double(), *(c[at].double() for c in kv)), 1e-2, "paged attention, bf16")
+
+        peers: dict[str, Callable[[], Any]] = {}
+        if peer is not None:
+            peers["sglang bf16"] = _sglang_paged(peer, q, bf16, slots, batch, length)
+        if batch * length <= 32 * 8192:
+            contiguous = [c[slots.long()].transpose(1, 2).contiguous() for c in bf16]
+
+            def sdpa(q: Tensor = q, kv: Any = contiguous) -> Tensor:
+                return torch.nn.functional.scaled_dot_product_attention(q[:, :, None], *kv, enable_gqa=True)
+
+            peers["torch SDPA, contiguous bf16"] = sdpa
+        for kind, run, check, size in (("mxfp8", run_mxfp8, check_mxfp8, 264), ("bf16", run_bf16, check_bf16, 512)):
+            name = f"paged decode, {kind}, B {batch} x {length:,}"
+            yield Work(name, run, check, bytes=batch * length * 8 * size, peers=peers, graph=batch == 1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One token's attention, grouped heads, in float64."""
+    k, v = (x.repeat_interleave(len(q) // x.shape[1], dim=1) for x in (k, v))
+    p = torch.softmax(torch.einsum("hd,nhd->hn", q, k) * q.shape[-1] ** -0.5, dim=1)
+    return torch.einsum("hn,nhd->hd", p, v)
+
+
+def _sglang_paged(peer: Any, q: Tensor, kv: list[Tensor], slots: Tensor, batch: int, length: int) -> Callable[[], Any]:
+    """sglang's grouped decode kernel with the number of splits that its backend would take at most."""
+    splits = 8
+    out = torch.empty_like(q)
+    logits = torch.empty(batch, 32, splits, 128, dtype=torch.float32, device=DEVICE)
+    lse = torch.empty(batch, 32, splits, dtype=torch.float32, device=DEVICE)
+    indptr = (torch.arange(batch + 1, device=DEVICE) * length).int()
+    count = torch.full((batch,), splits, dtype=torch.int32, device=DEVICE)
+    flat = slots.reshape(-1)
+
+    def call() -> None:
+        peer.decode_attention_fwd_grouped(
+            q, *kv, out, indptr, flat, logits, lse, count, splits, q.shape[-1] ** -0.5, 1.0, 1.0
+        )
+
+    return call
+
+
+def extend_works() -> Iterator[Work]:
+    """Prefill of 8 x 4,096 tokens, 32 query heads, 8 KV heads x 128, causal."""
+    from layoutcheck.kernels import paged_attention
+
+    batch, length = 8, 4096
+    tokens = batch * length
+    q, k, v = rows_like(tokens, 32), rows_like(tokens, 8), rows_like(tokens, 8)
+    pool = MXFP8KVPool.allocate(device=DEVICE, page=tokens // 128 + 1, page_size=128, head=8, head_dim=128)
+    loc = torch.arange(128, 128 + tokens, device=DEVICE)
+    pool.store(k, v, loc)
+    table = (torch.arange(tokens // 128, device=DEVICE) + 1).int().view(batch, -1)
+    lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+    start = (torch.arange(batch + 1, device=DEVICE) * length).int()
+    q8, q_scale = quantize_mxfp8(q)
+
+    def run() -> Tensor:
+        return paged_attention(
+            q8, pool.k, pool.v, table, lens,
+            q_scale=q_scale, k_scale=pool.k_scale, v_scale=pool.v_scale, query_start=start,
+        )  # fmt: skip
+
+    def check() -> None:
+        out = run()
+        scales = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
+        powers = [torch.exp2(scales.unpack(x).view(torch.uint8).double() - 127) for x in (pool.k_scale, pool.v_scale)]
+        for t in (0, 100, length - 1, tokens - 1):
+            at = loc[t - t % length : t + 1]
+            query = q8[t].double() * torch.exp2(q_scale[t].view(torch.uint8).double() - 127).repeat_interleave(32, -1)
+            kv = (
+                c[at].double() * p[at].repeat_interleave(32, -1) for c, p in zip((pool.k, pool.v), powers, strict=True)
+            )
+            close(out[t], _attention(query, *kv), 2e-2, "extend, MXFP8")
+
+    heads_first = [x.view(batch, length, -1, 128).transpose(1, 2).contiguous() for x in (q, k, v)]
+
+    def sdpa() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+
+    flops = 2.0 * batch * 32 * length * length * 128  # causal: half of 4 * L^2 * D
+    yield Work("extend, mxfp8, 8 x 4,096", run, check, flops=flops, peers={"torch SDPA, bf16": sdpa})
+
+
+def rows_like(tokens: int, heads: int) -> Tensor:
+    """Rows as attention sees them."""
+    return torch.randn(tokens, heads, 128, device=DEVICE).bfloat16()
+
+
+# --- the fused prologue -----------------------------------------------------------------------------------------------
+
+
+def prologue_works() -> Iterator[Work]:
+    """Decode, MXFP8: width 4, SiLU, residual, dkv 1,024."""
+    from layoutcheck.kernels import fused_prologue_decode
+
+    for tokens, dq in ((1, 4096), (16, 4096), (128, 4096), (1024, 4096), (4096, 4096), (16_384, 4096), (4096, 8192)):
+        dkv, width = 1024, 4
+        pages = tokens // 128 + 2
+        pool = MXFP8KVPool.allocate(device=DEVICE, page=pages, page_size=128, head=dkv // 128, head_dim=128)
+        qkvr = torch.randn(tokens, dq + 2 * dkv, device=DEVICE).bfloat16()
+        weights = [torch.randn(dkv, width, device=DEVICE).bfloat16() for _ in "kv"]
+        gammas = [torch.randn(128, device=DEVICE).bfloat16() for _ in "qk"]
+        conv = [torch.randn(tokens + 1, width - 1, dkv, device=DEVICE).bfloat16() for _ in "kv"]
+        cache_indices = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+        mask = torch.ones(tokens, dtype=torch.bool, device=DEVICE)
+        loc = torch.arange(1, tokens + 1, device=DEVICE)
+        options: dict[str, Any] = dict(
+            dq=dq, q_offset=0, k_offset=dq, v_offset=dq + dkv, page_size=128, silu=True, residual=True
+        )
+
+        def run(
+            qkvr: Tensor = qkvr, weights: Any = weights, gammas: Any = gammas, conv: Any = conv,
+            ci: Tensor = cache_indices, mask: Tensor = mask, loc: Tensor = loc, pool: Any = pool,
+            options: Any = options,
+        ) -> Any:  # fmt: skip
+            return fused_prologue_decode(
+                qkvr, *weights, *gammas, *conv, ci, mask, loc, pool.k, pool.v, pool.k_scale, pool.v_scale, **options
+            )
+
+        def check(
+            qkvr: Tensor = qkvr, weights: Any = weights, gammas: Any = gammas, conv: Any = conv,
+            run: Callable[[], Any] = run, dq: int = dq, dkv: int = dkv, loc: Tensor = loc, pool: Any = pool,
+        ) -> None:  # fmt: skip
+            before = [c.clone() for c in conv]
+            result = run()
+            new = [qkvr[:, dq : dq + dkv], qkvr[:, dq + dkv :]]
+            normed = []
+            for x, w, history in zip(new, weights, before, strict=True):
+                window = torch.cat([history[: len(x)], x[:, None]], dim=1).double()
+                y = torch.nn.functional.silu((window * w.double().T).sum(1)) + x.double()
+                normed.append(y.bfloat16().double())
+            k = normed[0].view(len(qkvr), -1, 128)
+            k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + 1e-6) * gammas[1].double()
+            close(result.k.view(k.shape), k, 8e-3, "prologue k")
+            close(result.v.view(normed[1].shape), normed[1], 8e-3, "prologue v")
+            close(conv[0][: len(qkvr), -1], new[0], 0.0 + 1e-12, "prologue conv cache")
+            payload, _ = mxfp8_reference(result.k.view(len(qkvr), -1, 128))
+            assert torch.equal(pool.k[loc].view(torch.uint8), payload.view(torch.uint8)), "prologue K payload"
+            for c, b in zip(conv, before, strict=True):
+                c.copy_(b)
+
+        kv = 2 * dkv
+        moved = tokens * ((dq + kv) * 2 + kv * 3 * 2 * 2 + dq * (1 + 1 / 32) + kv * 2 + kv * (1 + 1 / 32))
+        yield Work(f"fused prologue, decode, T {tokens:,}, dq {dq:,}", run, check, bytes=moved, graph=tokens <= 128)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def ceilings() -> tuple[float, float]:
+    """Copy bandwidth in bytes/s (read + written) and bf16 matrix rate in FLOP/s, of this card in this run."""
+    a = torch.empty(2**31, dtype=torch.int16, device=DEVICE).random_()
+    b = torch.empty_like(a)
+    copy = 2 * a.numel() * 2 / (median(lambda: b.copy_(a), False) * 1e-3)
+    del a, b
+    x, y = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in "xy")
+    return copy, 2 * 8192**3 / (median(lambda: x @ y, False) * 1e-3)
+
+
+def main() -> None:
+    """Print the table."""
+    wanted = sys.argv[1:]
+    copy, matmul = ceilings()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: ", end="")
+    print(f"copy {copy / 1e12:.2f} TB/s, bf16 matmul {matmul / 1e12:.0f} TFLOP/s")
+    print("| work | µs | rate | share | peer | its µs | ratio |\n|---|---|---|---|---|---|---|")
+    works = (store_works, quantize_works, sparse_works, paged_works, extend_works, prologue_works)
+    failed = 0
+    for make in works:
+        for work in make():
+            if wanted and not any(w in work.name for w in wanted):
+                continue
+            try:
+                work.check()
+                torch.cuda.synchronize()
+            except Exception as error:  # a work that fails its check has no time; the others still have theirs
+                failed += 1
+                print(
+                    f"| {work.name} | CHECK FAILED: {type(error).__name__}: {str(error)[:300]!r} | | | | | |",
+                    flush=True,
+                )
+                continue
+            time = median(work.run, work.graph) * 1e-3
+            rate = f"{work.flops / time / 1e12:.0f} TFLOP/s" if work.flops else f"{work.bytes / time / 1e12:.2f} TB/s"
+            share = work.flops / time / matmul if work.flops else work.bytes / time / copy
+            line = f"| {work.name}{' (graph)' if work.graph else ''} | {time * 1e6:.1f} | {rate} | {share:.2f} "
+            if not work.peers:
+                print(line + "| | | |", flush=True)
+            for peer, call in work.peers.items():
+                try:
+                    other = median(call, work.graph) * 1e-3
+                    print(line + f"| {peer} | {other * 1e6:.1f} | {other / time:.2f} |", flush=True)
+                except Exception as error:
+                    print(line + f"| {peer} | failed: {str(error)[:120]!r} | |", flush=True)
+                line = "| | | | "
+        torch.cuda.empty_cache()
+    if failed:
+        raise SystemExit(f"{failed} works failed their check")
+
+
+if __name__ == "__main__":
+    with mode("raise"):
+        main()

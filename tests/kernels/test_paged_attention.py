@@ -1,0 +1,352 @@
+"""Paged attention in the interpreter, against float64 references that gather slot by slot and know no layout function."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layoutcheck import LayoutError, mode
+from layoutcheck.kernels._interpreter import correct_interpreter
+from layoutcheck.kernels.paged_attention import paged_attention
+
+module = sys.modules[paged_attention.__module__]
+GOLDEN = Path(__file__).parents[1] / "golden"
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    """Corrected, and with every buffer that the wrapper allocates full of NaN."""
+    assert correct_interpreter()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+
+
+def factor(byte):
+    """2^(byte - 127) in float64, NaN for 0xFF."""
+    return torch.where(byte == 255, torch.nan, torch.ldexp(torch.ones_like(byte, dtype=torch.float64), byte.int() - 127))
+
+
+def dequantise(payload, byte):
+    return payload.double() * factor(byte).repeat_interleave(32, -1)
+
+
+@dataclass
+class Problem:
+    """One call and what it should return. ``slack`` is what rounding the probabilities may do to each output."""
+
+    arguments: tuple
+    options: dict
+    expected: torch.Tensor
+    slack: torch.Tensor
+
+    def check(self, probability: float | None = None, **options):
+        out = paged_attention(*self.arguments, **self.options | options)
+        coarse = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[out.dtype]
+        probability = coarse if probability is None else probability
+        assert out.shape == self.expected.shape
+        assert out.isfinite().all()
+        # Beside the two roundings, fp32 logits of a few hundred terms: 2^-16 of a probability.
+        bound = coarse * self.expected.abs() + (probability + 2.0**-16) * self.slack + 2.0**-24
+        worst = ((out.double() - self.expected).abs() / bound).max().item()
+        assert worst <= 1.0, worst
+        return out
+
+
+def problem(
+    kind, seq_lens, queries=None, *, q_head=4, head=2, head_dim=64, v_head_dim=32, page_size=96, window=None, cap=None,
+    edit=None, seed=0,
+):  # fmt: skip
+    """Random rows in scattered pages. Every slot that no query reads, every scale and table entry of none, is poison."""
+    rng = torch.Generator().manual_seed(seed)
+    decode = queries is None
+    queries = [1] * len(seq_lens) if decode else queries
+    needed = [-(-n // page_size) for n in seq_lens]
+    pages, max_pages = sum(needed) + 3, max([*needed, 1]) + 1
+    order = (torch.randperm(pages - 1, generator=rng) + 1).tolist()
+    table = torch.full((len(seq_lens), max_pages), 2**30, dtype=torch.int32)
+    for s, n in enumerate(needed):
+        table[s, :n] = torch.tensor([order.pop() for _ in range(n)], dtype=torch.int32)
+    slots, tokens = pages * page_size, sum(queries)
+
+    def rows(n, heads, dim):
+        return torch.randn(n, heads, dim, generator=rng)
+
+    def scales(n, heads, dim):
+        return torch.randint(121, 131, (n, heads, dim // 32), generator=rng, dtype=torch.uint8)
+
+    mx = kind in ("interleaved", "flat")
+    dtype = E4M3 if mx else kind
+    parts = dict(
+        q=rows(tokens, q_head, head_dim).to(dtype),
+        k=rows(slots, head, head_dim).to(dtype),
+        v=rows(slots, head, v_head_dim).to(dtype),
+    )
+    if mx:
+        parts |= dict(
+            qs=scales(tokens, q_head, head_dim), ks=scales(slots, head, head_dim), vs=scales(slots, head, v_head_dim)
+        )
+    if edit:
+        edit(parts, lambda s, j: int(table[s, j // page_size]) * page_size + j % page_size)
+    wide = {n: dequantise(parts[n], parts[n + "s"]) if mx else parts[n].double() for n in "qkv"}
+
+    expected = torch.zeros(tokens, q_head, v_head_dim, dtype=torch.float64)
+    slack = torch.zeros_like(expected)
+    read = torch.zeros(slots, dtype=torch.bool)
+    token = 0
+    for s, n in enumerate(seq_lens):
+        for i in range(queries[s]):
+            last = n - queries[s] + i
+            first = 0 if window is None else max(0, last - window + 1)
+            at = torch.tensor([int(table[s, j // page_size]) * page_size + j % page_size for j in range(first, last + 1)])
+            for h in range(q_head if len(at) else 0):
+                read[at] = True
+                logits = wide["k"][at, h // (q_head // head)] @ wide["q"][token, h] * head_dim**-0.5
+                if cap is not None:
+                    logits = cap * torch.tanh(logits / cap)
+                p = torch.softmax(logits, 0)
+                v = wide["v"][at, h // (q_head // head)]
+                expected[token, h], slack[token, h] = p @ v, p @ v.abs()
+            token += 1
+
+    for name in ("k", "v"):
+        raw = parts[name].view(torch.uint8 if mx else torch.int16)
+        raw[~read] = (0x7F if name == "k" else 0xFF) if mx else -1
+        if mx:
+            parts[name + "s"][~read] = 0xFF
+    options = dict(page_size=page_size, window=window, soft_cap=cap)
+    if mx:
+        options |= dict(q_scale=parts["qs"].view(E8M0), scale_layout=kind)
+        for name in ("ks", "vs"):
+            flat = parts[name]
+            if kind == "interleaved":
+                packed = torch.full((pages, head, 32, page_size // 32, flat.shape[2]), 0xFF, dtype=torch.uint8)
+                for slot in range(slots):
+                    page, t = divmod(slot, page_size)
+                    packed[page, :, t % 32, t // 32] = flat[slot]
+                flat = packed
+            options[f"{name[0]}_scale"] = flat.view(E8M0)
+    if not decode:
+        options["query_start"] = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    return Problem((parts["q"], parts["k"], parts["v"], table, lengths), options, expected, slack)
+
+
+MX_SPREAD = 2.0**-11  # fp16 probabilities
+MX_TILES = 2.0**-8  # bf16 probabilities
+
+
+@pytest.mark.parametrize("vector", ["paged-mxfp8-q4-kv2-d128-dv128", "paged-mxfp8-q4-kv2-d128-dv64-poison"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_golden(vector, splits, monkeypatch):
+    monkeypatch.setattr(module, "_splits", lambda *_: splits)
+    a = {name: torch.from_numpy(array) for name, array in np.load(GOLDEN / f"{vector}.npz").items()}
+    scales = {name: a[name].view(E8M0) for name in ("q_scale", "k_scale", "v_scale")}
+    caches = (a[name].view(E4M3) for name in ("q_codes", "k_cache", "v_cache"))
+    out = paged_attention(*caches, a["page_table"], a["seq_lens"], **scales, softmax_scale=0.022097086533904076)
+    # The vectors' own tolerance for bf16 output: atol is 2^-7 of the largest value of V.
+    atol = {64: 0.0703125, 128: 0.09375}[out.shape[2]]
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - a["out"]).abs() <= atol + 0.0078125 * a["out"].abs()).all()
+    # Ours is better than that: probabilities are fp16, and only the output is rounded to bf16.
+    assert ((out.double() - a["out"]).abs() <= 2.0**-11 + 2.0**-8 * a["out"].abs()).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.bfloat16, dict(q_head=4, head=2, head_dim=64, v_head_dim=32, page_size=16)),
+        (torch.float16, dict(q_head=6, head=2, head_dim=80, v_head_dim=48, page_size=128)),
+        (torch.bfloat16, dict(q_head=3, head=3, head_dim=32, v_head_dim=128, page_size=64, window=70)),
+        (torch.float16, dict(q_head=16, head=1, head_dim=96, v_head_dim=64, page_size=7, cap=1.5)),
+        (torch.bfloat16, dict(q_head=40, head=2, head_dim=48, v_head_dim=80, page_size=1, window=3, cap=0.7)),
+    ],
+)
+def test_decode(dtype, shape):
+    problem(dtype, [0, 1, 64, 150], **shape).check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("interleaved", dict(q_head=4, head=2, head_dim=128, v_head_dim=64, page_size=64)),
+        ("interleaved", dict(q_head=6, head=2, head_dim=96, v_head_dim=32, page_size=96, window=50)),
+        ("interleaved", dict(q_head=2, head=2, head_dim=64, v_head_dim=128, page_size=32, cap=2.0)),
+        ("flat", dict(q_head=8, head=1, head_dim=32, v_head_dim=96, page_size=128)),
+        ("flat", dict(q_head=4, head=4, head_dim=64, v_head_dim=64, page_size=5, window=9, cap=1.0)),
+    ],
+)
+def test_decode_mxfp8(kind, shape):
+    problem(kind, [1, 0, 64, 130], **shape).check(MX_SPREAD)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, "interleaved", "flat"])
+@pytest.mark.parametrize("window", [None, 33])
+def test_extend(kind, window):
+    """A chunk over a cached prefix, a whole prompt, a sequence with no new token, an empty one, one decode token."""
+    shape = dict(q_head=3, head=1, head_dim=64, v_head_dim=96, page_size=32 if window else 64, window=window)
+    made = problem(kind, [80, 40, 50, 0, 17], [20, 40, 0, 0, 1], **shape)
+    assert not module._sizes(3, 64, 96, 13, 64, True)["SPREAD"]
+    made.check(MX_TILES if isinstance(kind, str) else None)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, "interleaved"])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_verify_splits(kind, splits, monkeypatch):
+    """Few new tokens over a long prefix; with more splits than tiles, some are empty."""
+    monkeypatch.setattr(module, "_splits", lambda *_: splits)
+    made = problem(kind, [150, 3, 0, 64], [3, 3, 0, 2], head=2, q_head=2, page_size=64)
+    assert module._sizes(1, 64, 32, 2, 64, True)["SPREAD"]
+    made.check(MX_SPREAD if isinstance(kind, str) else None)
+
+
+def test_splits_join_to_the_same(monkeypatch):
+    made = problem("interleaved", [300, 70], page_size=32, cap=3.0)
+    monkeypatch.setattr(module, "_splits", lambda *_: 1)
+    whole = made.check(MX_SPREAD)
+    monkeypatch.setattr(module, "_splits", lambda *_: 4)
+    torch.testing.assert_close(made.check(MX_SPREAD), whole, rtol=2.0**-7, atol=0)
+
+
+def test_queries_and_table_may_be_slices():
+    made = problem(torch.bfloat16, [70, 20], page_size=64)
+    q, k, v, table, lengths = made.arguments
+    wide = torch.full((2, 9, 64), torch.nan, dtype=q.dtype)
+    wide[:, 3:7] = q
+    wide_table = torch.full((2, 7), -1, dtype=torch.int32)
+    wide_table[:, : table.shape[1]] = table
+    made.arguments = (wide[:, 3:7], k, v, wide_table[:, : table.shape[1]], lengths)
+    made.check()
+
+
+# --- range -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [None, [1, 12]])
+@pytest.mark.parametrize(("large", "small"), [("k", "q"), ("q", "k")])
+def test_largest_blocks_cancel(large, small, queries):
+    """The block of the largest finite bf16 decodes to 2^128; times values near 2^-128 the logits are ordinary."""
+
+    def edit(parts, slot):
+        parts[large + "s"] += 117  # 238 to 247 = 2^120, the largest factor that a bf16 block has
+        parts[small + "s"] -= 119
+        at = slot(1, 4) if large == "k" else 1
+        parts[large][at, :, :32], parts[large + "s"][at, :, 0] = 0.0, 247
+        parts[large][at, :, 5] = 256.0  # with 2^120: 2^128
+
+    made = problem("interleaved", [5, 66], queries, head_dim=64, edit=edit)
+    made.check(MX_SPREAD if queries is None else MX_TILES)
+
+
+@pytest.mark.parametrize("queries", [None, [1, 12]])
+def test_largest_values(queries):
+    """Means of values close to the largest of bf16 are finite, though their sums are not."""
+
+    def edit(parts, slot):
+        parts["vs"][:] = 246  # 2^119
+        parts["v"] = (parts["v"].float().abs() + 440.0).to(E4M3)
+
+    made = problem("interleaved", [40, 130], queries, edit=edit)
+    assert made.expected.max() > 2.0**127
+    made.check(MX_SPREAD if queries is None else MX_TILES)
+
+
+def test_values_of_very_different_scale():
+    """A huge value that gets next to no probability leaves the others as they are."""
+
+    def edit(parts, slot):
+        parts["qs"][:], parts["ks"][slot(1, 3)] = 127, 127
+        parts["k"][slot(1, 3)] = (parts["q"][1].float().sign() * -8).to(E4M3)  # logits of about -8 * 64 * 0.8 / 8 = -50
+        parts["vs"][slot(1, 3)] = 167  # 2^40
+        parts["vs"][slot(1, 7)] = 87
+
+    problem("flat", [3, 100], q_head=2, head=2, edit=edit).check(MX_SPREAD)
+
+
+@pytest.mark.parametrize("queries", [None, [1, 40]])
+def test_live_nan_stays_visible(queries):
+    """Only what is not read is silenced: a NaN block that a query reads makes its output NaN, and only of its KV head."""
+    made = problem("flat", [30, 70], queries)
+    q, k, v, table, _ = made.arguments
+    slot = int(table[1, 0]) * 96 + 2
+    made.options["v_scale"].view(torch.uint8)[slot, 1, 0] = 0xFF
+    out = paged_attention(*made.arguments, **made.options)
+    assert out[-1, 2:].isnan().all()
+    assert out[:, :2].isfinite().all()
+    assert out[0].isfinite().all()
+
+
+# --- edges and contract ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_do():
+    made = problem("interleaved", [5], page_size=32)
+    q, k, v, table, lengths = made.arguments
+    options = made.options | dict(q_scale=made.options["q_scale"][:0])
+    out = paged_attention(q[:0], k, v, table[:0], lengths[:0], **options)
+    assert out.shape == (0, 4, 32)
+    made = problem(torch.bfloat16, [0, 0])
+    assert (made.check() == 0).all()
+
+
+@pytest.mark.parametrize("missing", ["q_scale", "k_scale", "v_scale"])
+def test_scales_are_required_over_mxfp8(missing):
+    made = problem("interleaved", [5], page_size=32)
+    made.options[missing] = None
+    with pytest.raises(LayoutError, match=missing):
+        paged_attention(*made.arguments, **made.options)
+
+
+def _with(made, index, tensor):
+    return (*made.arguments[:index], tensor, *made.arguments[index + 1 :])
+
+
+def test_contract():
+    plain, scaled = problem(torch.bfloat16, [5], page_size=32), problem("interleaved", [5], page_size=32)
+    q, k, v, table, lengths = plain.arguments
+
+    def refused(match, arguments=plain.arguments, options=plain.options):
+        with pytest.raises(LayoutError, match=match):
+            paged_attention(*arguments, **options)
+
+    refused("q_scale", options=plain.options | dict(q_scale=scaled.options["q_scale"]))
+    refused("q must be bfloat16", _with(plain, 0, q.half()))
+    refused("v_cache must be bfloat16", _with(plain, 2, v.half()))
+    refused("q must be float8_e4m3fn", _with(scaled, 0, q), scaled.options)
+    refused("q_head", _with(plain, 0, torch.zeros(1, 3, 64, dtype=q.dtype)))
+    refused("token", _with(plain, 0, torch.zeros(2, 4, 64, dtype=q.dtype)))
+    refused("head_dim", _with(plain, 0, torch.zeros(1, 4, 32, dtype=q.dtype)))
+    refused("page_table", _with(plain, 3, table.long()))
+    refused("seq_lens", _with(plain, 4, torch.tensor([5, 5], dtype=torch.int32)))
+    refused("page_size", options=plain.options | dict(page_size=31))
+    refused("window", options=plain.options | dict(window=0))
+    refused("soft_cap", options=plain.options | dict(soft_cap=0.0))
+    refused("scale", scaled.arguments, scaled.options | dict(scale_layout="flat"))
+    refused("k_scale", scaled.arguments, scaled.options | dict(k_scale=scaled.options["k_scale"][:-1]))
+    refused("query_start", options=plain.options | dict(query_start=torch.zeros(3, dtype=torch.int32)))
+
+
+def test_values_mode():
+    """A table row that is too short for its sequence, a page that the pool does not have, an indptr that ends early."""
+    made = problem(torch.bfloat16, [5], [3], page_size=32)
+    table = made.arguments[3].clamp(max=1)
+
+    def refused(match, arguments, **options):
+        with mode("values"), pytest.raises(LayoutError, match=match):
+            paged_attention(*arguments, **made.options | options)
+
+    made.arguments = _with(made, 3, table)
+    refused("seq_lens", _with(made, 4, torch.tensor([65], dtype=torch.int32)))
+    refused("page_table", _with(made, 3, table + 100))
+    refused("query_start", made.arguments, query_start=torch.tensor([0, 2], dtype=torch.int32))
+
+
+def test_the_grid_follows_from_shapes():
+    assert module._splits(32 * 8, 8192) == 8
+    assert module._splits(8, 8192) == 64
+    assert module._splits(10**6, 8192) == 1
+    assert module._splits(8, 64) == 1
