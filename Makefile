@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint catalogue clean
 
 demo: $(VENV)/.demo
 	TRITON_INTERPRET=1 $(BIN)/python examples/demo.py
@@ -15,6 +15,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+catalogue: $(VENV)/.test
+	$(BIN)/python -m layoutcheck.layouts._page > docs/catalogue.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -23,8 +23,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from layoutcheck.kernels._launch import launch, raw
-from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from torch import Tensor
 
 from layoutcheck import (
@@ -44,6 +42,8 @@ from layoutcheck import (
     together,
     when,
 )
+from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 from layoutcheck.layouts.rows import ROWS_THD
 
@@ -78,11 +78,10 @@ CONV = Layout(
 )(channel="dkv", tap="width - 1")
 WINDOW = Layout(
     "prologue.window",
-    "token(seq draft) tap channel(head head_dim) -> seq draft tap head head_dim",
+    "seq draft tap channel(head head_dim) -> seq draft tap head head_dim",
     dtype=BF16,
     head_dim=128,
     view="seq draft tap channel",
-    public=("seq", "draft"),
 )(channel="dkv", tap="width - 1", seq="window_seq", draft="draft_tokens")
 # Without pages, which a bf16 cache may have of any size: only scales need whole pages.
 CACHE = Layout("prologue.cache", "slot head head_dim -> slot head head_dim", dtype=(E4M3, BF16), head_dim=128, fill=0)(
@@ -97,7 +96,7 @@ out_offset = OUT.offset_fn("token", "head", "head_dim", name="prologue_out_offse
 q_scale_offset = Q_SCALE.offset_fn("slot", "head", "group", name="prologue_q_scale_offset")
 weight_offset = WEIGHT.offset_fn("head", "head_dim", "tap", name="prologue_weight_offset")
 conv_offset = CONV.offset_fn("pool", "tap", "head", "head_dim", name="prologue_conv_offset", strides=("pool", "tap"))
-window_offset = WINDOW.offset_fn("token", "tap", "head", "head_dim", name="prologue_window_offset")
+window_offset = WINDOW.offset_fn("seq", "draft", "tap", "head", "head_dim", name="prologue_window_offset")
 cache_offset = CACHE.offset_fn("slot", "head", "head_dim", name="prologue_cache_offset")
 scale_offset = SCALE.offset_fn("slot", "head", "group", name="prologue_scale_offset")
 track_row_offset = TRACK_ROWS.offset_fn("seq", "tap", name="prologue_track_row_offset")
@@ -200,7 +199,8 @@ def _q_tile(
 @triton.jit
 def _kv_tile(
     rows, conv, weight, gamma, window, out, cache, scale,
-    token, position, pool, masked, track, slot, head, live, token_stride, pool_stride, tap_stride, eps,
+    token, seq, position, pool, masked, track, slot, head, live,
+    token_stride, pool_stride, tap_stride, draft_tokens, eps,
     HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
     SILU: tl.constexpr, RESIDUAL: tl.constexpr, MXFP8: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +224,7 @@ def _kv_tile(
                 at = conv_offset(tl.maximum(track, 0), i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
                 tl.store(conv + at, window_rows[i + 1], kept & (track >= 0))
         elif MODE == "verify":
-            at = window_offset(token, i, head, d, DKV=HEAD * HEAD_DIM, WIDTH=WIDTH)
+            at = window_offset(seq, position, i, head, d, DKV=HEAD * HEAD_DIM, DRAFT_TOKENS=draft_tokens, WIDTH=WIDTH)
             tl.store(window + at, window_rows[i + 1], kept)
 
     if gamma is not None:
@@ -287,15 +287,15 @@ def _prologue_kernel(
         if program < Q_PROGRAMS + HEAD:
             _kv_tile(
                 qkvr + k_offset, k_conv, k_weight, k_gamma, k_window, k_out, k_cache, k_scale,
-                token, position, pool, masked, track, slot, program - Q_PROGRAMS, live,
-                token_stride, k_pool_stride, k_tap_stride, eps,
+                token, seq, position, pool, masked, track, slot, program - Q_PROGRAMS, live,
+                token_stride, k_pool_stride, k_tap_stride, draft_tokens, eps,
                 HEAD, PAGE_SIZE, WIDTH, TAPS, SILU, RESIDUAL, MXFP8, MODE,
             )  # fmt: skip
         else:
             _kv_tile(
                 qkvr + v_offset, v_conv, v_weight, None, v_window, v_out, v_cache, v_scale,
-                token, position, pool, masked, track, slot, program - Q_PROGRAMS - HEAD, live,
-                token_stride, v_pool_stride, v_tap_stride, eps,
+                token, seq, position, pool, masked, track, slot, program - Q_PROGRAMS - HEAD, live,
+                token_stride, v_pool_stride, v_tap_stride, draft_tokens, eps,
                 HEAD, PAGE_SIZE, WIDTH, TAPS, SILU, RESIDUAL, MXFP8, MODE,
             )  # fmt: skip
 

@@ -4,12 +4,12 @@ One program takes the query heads that share a KV head, for one or more query to
 kernel joins the parts. Softmax in fp32 with exp2. Slots that no query of the program reads are never loaded, so what
 they hold cannot reach the output.
 
-Over MXFP8 the E8M0 factors stay out of the matrix products: their operands are the e4m3 payload, exact in fp16 and bf16.
-Factors vary along the reduced axis of Q K^T, so the rows of Q are spread over the groups of head_dim (row (query, group)
-holds that group, zero elsewhere): a decode tile has rows to spare, and each row of scores then has one factor per key.
-V's factors, one per key and group, are powers of two: their exponents are added to the logits of rows (query, group), each
-of which has a maximum of its own, so probabilities times factors stay in [0, 1] whatever the factors are. Many queries
-have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries of the program.
+Over MXFP8 the E8M0 factors stay out of a decode's matrix products, whose operands are the e4m3 payload, exact in fp16.
+Factors vary along the reduced axis of Q K^T, so the rows of Q are spread over the groups of head_dim: row (query,
+group) holds that group and zero elsewhere. Tensor cores have the rows to spare, and a row of scores has one factor per
+key. V's factors, one per key and group, are powers of two: their exponents are added to the logits of rows (query,
+group), each with a maximum of its own, so probabilities times factors stay in [0, 1] whatever the factors are. Many
+queries have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ def _page(
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The page of a tile of keys, where it lies in one; else a column, one for each key."""
-    if WHOLE:
-        key = start
-    else:
-        key = (start + tl.arange(0, BLOCK_N))[:, None]
+    key = start if WHOLE else (start + tl.arange(0, BLOCK_N))[:, None]
     return tl.load(page_table + table_offset(seq, key // PAGE_SIZE, SEQ_STRIDE=table_stride), key < stop, other=0)
 
 
@@ -385,26 +382,28 @@ def paged_attention(
 ) -> Annotated[Tensor, ROWS_THD(head="q_head", head_dim="v_head_dim")]:
     """Causal attention of each sequence's newest tokens over a paged KV cache that already holds them.
 
-    - ``q`` (token, q_head, head_dim): bf16 or fp16 as the cache is, e4m3 over an MXFP8 cache; head_dim is packed. Without
-      ``query_start`` there is one token per sequence (decode). With it (seq + 1,) int32, tokens ``query_start[s]`` to
-      ``query_start[s + 1]`` are sequence s's (extend); a sequence may have none, and not more than ``seq_lens[s]``.
+    - ``q`` (token, q_head, head_dim): bf16 or fp16 as the cache is, e4m3 over an MXFP8 cache; head_dim is packed.
+      Without ``query_start`` there is one token per sequence (decode). With it, (seq + 1,) int32, tokens
+      ``query_start[s]`` to ``query_start[s + 1]`` are sequence s's (extend): none, or up to ``seq_lens[s]``.
     - ``k_cache`` (slot, head, head_dim), ``v_cache`` (slot, head, v_head_dim): bf16, fp16, or e4m3, dense. Query head h
       reads head h // (q_head / head).
-    - ``page_table`` (seq, max_pages) int32: key j of sequence s is in slot ``page_table[s, j // page_size] * page_size +
-      j % page_size``. Entries behind the last page of a sequence are not read, slots behind its last key neither.
-    - ``seq_lens`` (seq,) int32: keys of each sequence, those of the new tokens included; at most max_pages * page_size.
+    - ``page_table`` (seq, max_pages) int32: key j of sequence s is in page ``page_table[s, j // page_size]``. Entries
+      behind a sequence's last page are not read, slots behind its last key neither.
+    - ``seq_lens`` (seq,) int32: keys of each sequence, those of the new tokens included: 0 to max_pages * page_size.
     - ``q_scale`` (token, q_head, head_dim / 32), ``k_scale``, ``v_scale`` (``mxfp8.interleaved`` or ``mxfp8.flat``, as
       ``scale_layout`` says): E8M0 or uint8. Required over an e4m3 cache, refused over another.
 
     Query i of n of a sequence stands at position p = seq_len - n + i and sees the keys 0 to p, or with ``window`` the
     newest ``window`` of them. Logits are q . k * softmax_scale (default head_dim ** -0.5), with ``soft_cap``
-    soft_cap * tanh(logits / soft_cap). A query that sees nothing, as where seq_len is 0, gets 0. Queries of one tile share
-    their loads: a NaN in V that one of them sees may reach the others, one that none sees reaches nobody.
+    soft_cap * tanh(logits / soft_cap). A query that sees nothing gets 0. Queries of one tile share their loads: a NaN
+    in V that one of them sees may reach the others, one that none sees reaches nobody.
 
-    Returns (token, q_head, v_head_dim) in the dtype of q, bf16 over MXFP8. Raises :class:`layoutcheck.LayoutError`;
-    ``RuntimeError`` without a GPU or the interpreter. Probabilities are rounded to the type of V (bf16 over MXFP8) for the
-    second product; all else is fp32. Source of the layouts: sglang 0.5.23 ``mxfp8_interleave_sf.py``; of the count of query
-    blocks: vLLM ``v1/attention/ops/triton_unified_attention.py``.
+    Returns (token, q_head, v_head_dim) in the dtype of q, bf16 over MXFP8. All arithmetic is fp32, but for the second
+    product's probabilities: in the dtype of V, over MXFP8 fp16 where a program has few queries and bf16 where many.
+    Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
+
+    Sources: of the layouts, sglang 0.5.23 ``mxfp8_interleave_sf.py``; of a grid that follows from shapes though query
+    counts vary, vLLM ``v1/attention/ops/triton_unified_attention.py``.
     """
     tokens, q_heads, head_dim = q.shape
     heads, v_head_dim = v_cache.shape[1:]
@@ -477,13 +476,11 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _schedule(device: torch.device, sizes: dict[str, Any], itemsize: int) -> dict[str, int]:
-    """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take 5 stages."""
+    """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take five."""
     rows = sizes["BLOCK_Q"] * sizes["BLOCK_H"]
     tile = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
     queries = 4 * rows * (sizes["BLOCK_D"] + sizes["BLOCK_N"])
-    return dict(
-        num_warps=8 if rows >= 128 else 4, num_stages=5 if 2 * tile + queries <= _shared_memory(device) else 3
-    )
+    return dict(num_warps=8 if rows >= 128 else 4, num_stages=5 if 2 * tile + queries <= _shared_memory(device) else 3)
 
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:

@@ -10,7 +10,7 @@ import torch
 from layoutcheck import _dtypes
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Expr, Inexact, Name, Op, brief, evaluate, names
-from layoutcheck._errors import numbers
+from layoutcheck._errors import LayoutError, numbers
 from layoutcheck._layout import Layout
 from layoutcheck._rules import Condition
 from layoutcheck._solve import Step
@@ -122,16 +122,27 @@ class Call:
     def wanted(self, spec: TensorSpec, form: Form) -> str:
         """A tensor that would be right, as words or code."""
         expected, _ = self.expected_shape(form, None)
-        known = self.layout_dims(form)
-        if form.layout is not None and known is not None:
-            expected = list(form.layout(**known).shape)
+        concrete = self.concrete(form)
+        if concrete is not None:
+            expected = list(concrete.shape)
         dtype = "" if not form.dtypes else f" of {_dtypes.short(form.dtypes[0])}"
         shape = numbers([size_text(s) if e is None else e for e, s in zip(expected, form.sizes, strict=False)])
         if form.variadic:
             return f"a tensor {form.text}{dtype}"
-        if known is not None and form.layout is not None and (code := _catalogue_call(form.layout(**known))):
+        if concrete is not None and (code := _catalogue_call(concrete)):
             return f"{code}.empty(), shape {shape}"
         return f"a tensor {shape}{dtype}"
+
+    def concrete(self, form: Form) -> Layout | None:
+        """The layout of a form for the dims of this call; None where they are not known, or contradict each other."""
+        known = self.layout_dims(form)
+        if form.layout is None or known is None:
+            return None
+        try:
+            made = form.layout(**known)
+            return made if made.concrete and made.shape else None
+        except LayoutError:
+            return None
 
     def layout_dims(self, form: Form) -> dict[str, int] | None:
         """The open dims of a form's layout in this call, by the layout's own names; None if one is unknown."""
@@ -194,13 +205,20 @@ def _catalogue_call(concrete: Layout) -> str | None:
     entry = entries().get(concrete.name)
     if not isinstance(entry, Layout) or entry.elements != concrete.elements:
         return None
+    sizes = sizes_in(entry, concrete)
+    if sizes is None or entry(**sizes).shape != concrete.shape:
+        return None
+    return f"layout({entry.name!r})({', '.join(f'{n}={v}' for n, v in sizes.items())})"
+
+
+def sizes_in(entry: Layout, concrete: Layout) -> dict[str, int] | None:
+    """The open dims of a layout that give a concrete one of the same axes; None where they do not follow."""
+    if entry.axes != concrete.axes:
+        return None
     nodes = [a.name for axis in entry.axes for a in axis.walk()]
     known = {e.name: concrete.values_of(n) for n in nodes if isinstance(e := entry.size_of(n), Name)}
     solved = entry._solve(known)
-    sizes = {d: solved[d] for d in entry.dims if d in solved}
-    if entry(**sizes).shape != concrete.shape:
-        return None
-    return f"layout({entry.name!r})({', '.join(f'{n}={v}' for n, v in sizes.items())})"
+    return {d: solved[d] for d in entry.dims} if set(entry.dims) <= set(solved) else None
 
 
 def _rank_fits(form: Form, tensor: torch.Tensor) -> bool:

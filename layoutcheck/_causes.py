@@ -1,70 +1,87 @@
 """Which wrong assumption explains a broken rule: a search over what the numbers allow, not a table of cases.
 
-In this order, each only where the numbers prove it possible: rows counted in wholes instead of parts (slots for pages);
-one dim different (the layout solved for each dim of the call in turn); the axes in another order; an axis missing,
-extra, merged, split, or all of them flat. Several that fit are all given, the most specific first.
+What is known for certain comes first (where the memory came from), then what fits, in this order: rows counted in
+another unit; one size different, each in turn; the axes in another order; an axis missing, extra, merged, split, or all
+of them flat; the shape without, or with, padding; another case of the same choice; another argument's tensor; another
+layout of the catalogue; two values to a byte. A cause is printed only where the numbers prove it possible; where
+several do, the most specific come first.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from layoutcheck import _dtypes
-from layoutcheck._dims import Const, Equation, Inexact, Name, evaluate, names, plan
+from layoutcheck import _axes, _dtypes, _fits, _origin
+from layoutcheck._axes import Found
+from layoutcheck._call import Call
+from layoutcheck._dims import Const, Expr, Name, Op, brief, evaluate, names
+from layoutcheck._errors import numbers
 from layoutcheck._specs import Form, TensorSpec
 
-if TYPE_CHECKING:
-    from layoutcheck._call import Call
-
-Found = tuple[str, str | None]  # cause, fix
-_GROWS = ("slot", "page", "row", "token")
+_MOST_CAUSES = 3
+_COUNTS = ("slot", "page", "token", "row", "block")
 
 
 def shape(
-    call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any], unknown: set[str]
+    call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any]
 ) -> tuple[str | None, str | None]:
     """Cause and fix of a wrong shape; None where no explanation fits."""
-    actual = [int(s) for s in value.shape]
-    searches: list[Callable[..., Iterator[Found]]] = [_one_dim, _permuted, _missing_or_flat]
-    found: list[Found] = list(_counted_in_wholes(call, spec, form, actual, expected))
-    for search in searches:
-        if found and search is _one_dim:
-            continue  # counting in slots is the reason for the different number
-        found += search(call, spec, form, actual, expected)
-    return _joined(found)
+    return _joined(_shape_causes(call, spec, form, value, expected), call, spec, form)
 
 
-def _joined(found: list[Found]) -> tuple[str | None, str | None]:
-    texts = list(dict.fromkeys(text for text, _ in found))[:3]
-    if not texts:
-        return None, None
-    return "\nor: ".join(texts), found[0][1]
-
-
-def _counted_in_wholes(
-    call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
+def _shape_causes(
+    call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any]
 ) -> Iterator[Found]:
-    if len(actual) != len(expected):
+    name, labels, actual = spec.name, form.labels, [int(s) for s in value.shape]
+    found = list(_origin.of(call, spec, form, value))
+    yield from found
+    counted = list(_counted(call, spec, form, actual, expected))
+    yield from counted
+    if not counted and not found:  # counting in slots, or a known origin, is the reason for the different size
+        yield from _fits.one_size(call, spec, form, actual)
+    if form.variadic or any(not isinstance(e, int) for e in expected):
+        yield from _fits.another_case(call, spec, form, value)
         return
-    different = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if b is not None and a != b]
-    if len(different) != 1 or form.variadic:
+    wanted = [int(e) for e in expected]
+    yield from _axes.permuted(name, labels, actual, wanted)
+    yield from _axes.regrouped(name, labels, actual, wanted)
+    yield from _unpadded(call, spec, form, actual)
+    yield from _fits.another_case(call, spec, form, value)
+    yield from _fits.another_argument(call, spec, value)
+    yield from _fits.another_layout(call, spec, form, value)
+    yield from _axes.packed(name, labels, actual, wanted, value.element_size())
+    yield from _axes.rounded(name, labels, actual, wanted)
+
+
+def _joined(found: Iterator[Found], call: Call, spec: TensorSpec, form: Form) -> tuple[str | None, str | None]:
+    causes: dict[str, str | None] = {}
+    for text, fix in found:
+        causes.setdefault(text, fix)
+        if len(causes) == _MOST_CAUSES:
+            break
+    if not causes:
+        return None, None
+    return "\nor: ".join(causes), next((f for f in causes.values() if f), None)
+
+
+def _counted(call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
+    """Rows counted in slots where pages are needed, or the like."""
+    if len(actual) != len(expected) or form.variadic:
+        return
+    different = [i for i, (a, e) in enumerate(zip(actual, expected, strict=True)) if e is not None and a != e]
+    if len(different) != 1:
         return
     (i,) = different
     size = form.sizes[i]
     if not isinstance(size, Name) or not isinstance(expected[i], int):
         return
-    step = call.origin.get(size.name)
-    wholes = {form.parts.get(size.name, "")} | set(
-        names(step.expr) if step is not None and step.expr is not None else ()
-    )
-    for whole in sorted(wholes):
-        if call.values.get(whole) == actual[i] and whole != size.name:
-            part, label = size.name.rpartition(".")[2], whole.rpartition(".")[2]
+    part = size.name.rpartition(".")[2]
+    for whole in _units(call, form, size.name):
+        if call.values.get(whole) == actual[i]:
+            label = whole.rpartition(".")[2]
             yield (
                 f"{form.labels[i]} counts {part}s ({expected[i]}); {actual[i]} is the number of {label}s: one entry "
                 f"per {label} instead of one per {part}",
@@ -72,130 +89,91 @@ def _counted_in_wholes(
             )
 
 
-def _one_dim(call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
-    """Solve the argument's form for each dim of the call in turn, all others kept."""
-    if len(actual) != len(form.sizes) or form.variadic or form.layout is None:
-        return
-    seen = [Equation(s, Const(a)) for s, a in zip(form.sizes, actual, strict=True) if s is not None]
-    equations = [*(s.equation for s in call.contract.steps if s.equation is not None), *form.equations]
-    equations = [
-        q for q in dict.fromkeys(equations) if not any(".shape[" in n for n in (*names(q.left), *names(q.right)))
-    ]
-    roots = [s for s in call.contract.steps if s.kind in ("scalar", "shape", "default") and s.name in call.values]
-    for root in roots:
-        if root.argument == spec.name or "." in root.name:
+def _units(call: Call, form: Form, name: str) -> list[str]:
+    """Names that count the same things in another unit: the whole of a part, the parts of a whole, what counts rows."""
+    found = {form.parts.get(name, "")}
+    for step in call.contract.steps:
+        if step.equation is None:
             continue
-        known = {
-            s.name: call.values[s.name]
-            for s in roots
-            if s is not root and s.argument != spec.name and "." not in s.name
-        }
-        solved = _consistent(known, [*seen, *equations])
-        now = call.values[root.name]
-        if solved is None or root.name not in solved or solved[root.name] == now:
+        left, right = set(names(step.equation.left)), set(names(step.equation.right))
+        found |= right if name in left else left if name in right else set()
+    if name in _COUNTS:
+        found |= {n for n in call.values if n in _COUNTS}
+    return sorted(n for n in found if n and n != name and call.values.get(n) != call.values.get(name))
+
+
+def _unpadded(call: Call, spec: TensorSpec, form: Form, actual: list[int]) -> Iterator[Found]:
+    """The logical shape, where the layout rounds sizes up."""
+    sizes = [None if s is None else _without_padding(s) for s in form.sizes]
+    if all(a == b for a, b in zip(sizes, form.sizes, strict=True)):
+        return
+    plain = [call.number(s) for s in sizes]
+    if plain == actual:
+        rounded = ", ".join(
+            brief(old) for old, new in zip(form.sizes, sizes, strict=True) if old is not None and old != new
+        )
+        yield f"{spec.name} has the logical, unpadded shape; needed is the padded one: {rounded}", None
+
+
+def _without_padding(expr: Expr) -> Expr:
+    match expr:
+        case Op("align", (inner, _)):
+            return _without_padding(inner)
+        case Op("/" | "*" as op, (a, b)):
+            return Op(op, (_without_padding(a), _without_padding(b)))
+    return expr
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def number(call: Call, name: str, value: Any) -> str | None:
+    """Where else in the call a wrong number stands: the padded size of an axis, or another argument's size."""
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) < 4:
+        return None  # small numbers are everywhere
+    plain = None
+    for spec in call.contract.tensors.values():
+        form, tensor = call.form_of(spec), call.arguments.get(spec.name)
+        if form is None or not isinstance(tensor, torch.Tensor):
             continue
-        fits = solved[root.name]
-        if fits < 1:
-            continue
-        where = f" ({call.source_of(root.name)})" if call.source_of(root.name) else ""
-        text = f"{spec.name} fits {root.name} = {fits}; this call has {root.name} = {now}{where}"
-        if root.name in _GROWS and fits < now:
-            holder = call.source_of(root.name) or "the cache"
-            text += f". It was allocated before {holder} grew, or for another one"
-        yield text, f"allocate {spec.name} for {root.name} = {now}: {call.wanted(spec, form)}"
+        for label, size in zip(form.labels, form.sizes, strict=True):
+            if size is None or isinstance(size, Const) or call.number(size) != value or name in names(size):
+                continue
+            if _without_padding(size) != size:
+                return f"{value} is the padded size of {label} in {spec.name}: {brief(size)}"
+            plain = plain or f"{value} is the size of {label} in {spec.name}"
+    return plain
 
 
-def _consistent(known: Mapping[str, int], equations: list[Equation]) -> dict[str, int] | None:
-    """Every name that follows, or None where the equations contradict each other."""
-    values = dict(known)
-    for name, expr, _ in plan(values, equations):
-        try:
-            values[name] = evaluate(expr, values)
-        except Inexact:
-            return None
-    for equation in equations:
-        needed = {n for side in (equation.left, equation.right) for n in names(side)}
-        if not needed <= set(values):
-            continue
-        try:
-            if evaluate(equation.left, values) != evaluate(equation.right, values):
-                return None
-        except Inexact:
-            return None
-    return values
+# --- dtypes -----------------------------------------------------------------------------------------------------------
 
 
-def _permuted(call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]) -> Iterator[Found]:
-    wanted = list(expected)
-    if len(actual) != len(wanted) or any(not isinstance(w, int) for w in wanted) or form.variadic:
-        return
-    if sorted(actual) != sorted(wanted) or actual == wanted or len(actual) > 8:
-        return
-    options = [p for p in itertools.permutations(range(len(wanted))) if [wanted[i] for i in p] == actual]
-    # Of the orders that give these sizes, the one that moves the fewest axes is the likely mistake.
-    best = min(options, key=lambda p: sum(i != j for i, j in enumerate(p)))
-    order = " ".join(form.labels[i] for i in best)
-    moved = [i for i, j in enumerate(best) if i != j]
-    what = (
-        f"{form.labels[best[moved[0]]]} and {form.labels[best[moved[1]]]} are swapped"
-        if len(moved) == 2
-        else "the axes are in another order"
-    )
-    back = ", ".join(str(best.index(i)) for i in range(len(best)))
-    yield (
-        f"{what}: {spec.name} has the sizes of ({order}), needed is ({' '.join(form.labels)})",
-        f"build {spec.name} as ({' '.join(form.labels)}); a view that only shows it so is {spec.name}.permute({back})",
-    )
-
-
-def _missing_or_flat(
-    call: Call, spec: TensorSpec, form: Form, actual: list[int], expected: Sequence[Any]
-) -> Iterator[Found]:
-    wanted = list(expected)
-    if any(not isinstance(w, int) for w in wanted) or form.variadic:
-        return
-    labels, shape_text = form.labels, "(" + ", ".join(map(str, wanted)) + ")"
-    fix = f"pass the shape {shape_text}; if the bytes are in this order, {spec.name}.view{shape_text}"
-    n = len(wanted)
-    if len(actual) == 1 < n and actual[0] == math.prod(wanted):
-        yield f"{spec.name} is flat: {actual[0]} = {' * '.join(map(str, wanted))} elements in one dimension", fix
-        return
-    if len(actual) == n - 1:
-        gone = [labels[i] for i in range(n) if wanted[:i] + wanted[i + 1 :] == actual]
-        if gone:
-            yield f"the axis {' or '.join(gone)} is missing", f"pass the shape {shape_text}"
-        for i in range(n - 1):
-            if [*wanted[:i], wanted[i] * wanted[i + 1], *wanted[i + 2 :]] == actual and 1 not in wanted[i : i + 2]:
-                merged = f"{wanted[i]} * {wanted[i + 1]} = {actual[i]}"
-                yield f"{labels[i]} and {labels[i + 1]} are merged into one dimension: {merged}", fix
-    if len(actual) == n + 1:
-        for i in range(n + 1):
-            if actual[:i] + actual[i + 1 :] == wanted:
-                yield f"there is an extra dimension of {actual[i]} at position {i}", f"pass the shape {shape_text}"
-                return
-        for i in range(n):
-            if [*actual[:i], actual[i] * actual[i + 1], *actual[i + 2 :]] == wanted:
-                yield f"{labels[i]} is split into two dimensions: {actual[i]} * {actual[i + 1]} = {wanted[i]}", fix
-
-
-# --- dtype and strides ------------------------------------------------------------------------------------------------
-
-
-def dtype(name: str, form: Form, value: torch.Tensor) -> tuple[str | None, str | None]:
+def dtype(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> tuple[str | None, str | None]:
     """Cause and fix of a wrong dtype."""
     assert form.dtypes is not None
-    wanted = form.dtypes[0]
-    got, short = value.dtype, _dtypes.short
-    pair = {got, wanted}
-    if pair == {torch.float8_e4m3fn, torch.float8_e4m3fnuz}:
+    name = spec.name
+    swapped = next(_fits.another_argument(call, spec, value), None)
+    if swapped is not None:
+        return swapped
+    wanted, got, short = form.dtypes[0], value.dtype, _dtypes.short
+    if {got, wanted} == {torch.float8_e4m3fn, torch.float8_e4m3fnuz}:
         return (
             "e4m3fn and e4m3fnuz are different codes: the same bits mean half the value in fnuz",
             f"quantise {name} to {short(wanted)}",
         )
-    if wanted.is_floating_point and got in (torch.uint8, torch.int8) and wanted.itemsize == 1:
+    several = _carried(form, value, call)
+    if several is not None:
+        return several, f"if its bytes are {short(wanted)}, pass {name}.view(torch.{short(wanted)})"
+    bytes_ = (torch.uint8, torch.int8)
+    if wanted.is_floating_point and got in bytes_ and wanted.itemsize == 1:
         return None, f"if its bytes are {short(wanted)}, pass {name}.view(torch.{short(wanted)})"
     if not wanted.is_floating_point and not got.is_floating_point:
-        return None, f"pass {name}.to(torch.{short(wanted)})"
+        entries = f"read as {short(wanted)}, each {short(got)} is {got.itemsize} / {wanted.itemsize} entries"
+        return entries if got.itemsize > wanted.itemsize else None, f"pass {name}.to(torch.{short(wanted)})"
+    if wanted.is_floating_point and wanted.itemsize > 1 == got.itemsize and got.is_floating_point:
+        return f"{name} is quantised already: {short(got)} has 8 bits", f"pass {name} before it is quantised"
+    if got.is_floating_point and wanted.itemsize == 1 < got.itemsize:
+        return f"{name} is not encoded as {short(wanted)} yet", f"quantise {name} to {short(wanted)}"
     if got.itemsize == wanted.itemsize:
         return f"{short(got)} has the same width as {short(wanted)}: the shape cannot tell them apart", (
             f"pass {name} as {short(wanted)}"
@@ -203,35 +181,77 @@ def dtype(name: str, form: Form, value: torch.Tensor) -> tuple[str | None, str |
     return None, f"pass {name} as {short(wanted)}"
 
 
+def _carried(form: Form, value: torch.Tensor, call: Call) -> str | None:
+    """Several elements in one wider integer: as many bytes as needed, fewer elements."""
+    assert form.dtypes is not None
+    wanted, got = form.dtypes[0], value.dtype
+    expected, _ = call.expected_shape(form, value)
+    if got.is_floating_point or got.itemsize <= wanted.itemsize or not expected or not isinstance(expected[-1], int):
+        return None
+    ratio = got.itemsize // wanted.itemsize
+    if [*value.shape[:-1], value.shape[-1] * ratio] != expected:
+        return None
+    return f"{ratio} {_dtypes.short(wanted)} are packed into each {_dtypes.short(got)}: {value.shape[-1]} * {ratio} = {expected[-1]}"
+
+
+# --- strides ----------------------------------------------------------------------------------------------------------
+
+
 def stride(
     call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any], wrong: list[int]
 ) -> tuple[str | None, str | None]:
     """Cause and fix of wrong strides."""
-    if spec.writes is not None:
-        fix = f"allocate {spec.name} in this layout; a .contiguous() copy would take the writes and be lost"
-    else:
-        fix = f"pass {spec.name}.contiguous(), which copies it"
-    if isinstance(wrong[0], int) and expected[wrong[0]] == f">={0}":
-        return None, fix
+    name, labels = spec.name, form.labels
     sizes, strides = list(value.shape), list(value.stride())
+    if spec.writes is not None:
+        fix = f"allocate {name} in this layout; a .contiguous() copy would take the writes and be lost"
+    elif form.plain:
+        fix = f"pass {name}.contiguous(), which copies it"
+    else:
+        fix = f"copy {name} into {call.wanted(spec, form)}"
+    single = [i for i in wrong if sizes[i] == 1]
+    if single == wrong:
+        return one_stride(name, form, value, wrong, [e for e in expected])
     if 0 in [strides[i] for i in wrong if sizes[i] > 1]:
-        return f"{spec.name} is an expanded view: elements share memory", fix
+        return f"{name} is an expanded view: elements share memory", fix
     large = [i for i in range(len(sizes)) if sizes[i] > 1]
     order = sorted(large, key=lambda i: -strides[i])
-    running = 1
-    dense = True
+    running, dense = 1, True
     for i in reversed(order):
         dense = dense and strides[i] == running
         running *= sizes[i]
     if dense and order != large:
-        memory = " ".join(form.labels[i] for i in order)
-        return f"{spec.name} is a transposed view: in memory its axes are ({memory})", fix
+        memory = " ".join(labels[i] for i in order)
+        return f"{name} is a transposed view: in memory its axes are ({memory})", fix
+    known = list(_origin.of(call, spec, form, value))
+    if known:
+        return known[0][0], fix
     if order == large and all(isinstance(expected[i], int) for i in wrong):
         first = wrong[-1]
         if strides[first] > expected[first]:
+            within = f", starting at element {start}" if (start := value.storage_offset()) else ""
             return (
-                f"{spec.name} is a slice of a wider tensor: {form.labels[first]} steps over {strides[first]} elements "
-                f"where {expected[first]} are its own",
+                f"{name} is a slice of a wider tensor: {labels[first]} steps over {strides[first]} elements "
+                f"where {expected[first]} are its own{within}",
                 fix,
             )
     return None, fix
+
+
+def one_stride(
+    name: str, form: Form, value: torch.Tensor, wrong: Sequence[int], expected: Sequence[Any]
+) -> tuple[str, str]:
+    """A stride that counts although its axis has size 1: torch lets it be anything, and .contiguous() keeps it."""
+    strides = list(value.stride())
+    for i in wrong:
+        inner = [j for j in range(i + 1, value.dim())]
+        strides[i] = expected[i] if i < len(expected) and isinstance(expected[i], int) else _extent(value, inner)
+    which = ", ".join(form.labels[i] for i in wrong)
+    return (
+        f"{which} has size 1, so torch lets its stride be anything, and .contiguous() keeps it",
+        f"pass {name}.as_strided({numbers(value.shape)}, {numbers(strides)})",
+    )
+
+
+def _extent(value: torch.Tensor, dims: Sequence[int]) -> int:
+    return max((value.stride(j) * value.shape[j] for j in dims), default=1)

@@ -42,6 +42,7 @@ class _Writer:
             "_values": contract.check_values,
             "_caught": CAUGHT,
             "_overlap": overlap,
+            "_apart": apart,
             "_agree": _manifest.agree,
             "_fact": _tags.fact,
             "_facts": _tags.facts,
@@ -195,14 +196,16 @@ class _Writer:
     def strides(self, x: str, form: Form) -> list[str]:
         if form.strides is None or not form.strides:
             return []
-        checks = []
+        checks, in_order = [], []
         for i, stride in enumerate(form.strides):
-            floor = form.inner[i] if form.inner else None
             if stride is not None:
                 check = f"{x}.stride({i}) == {_atom(self.size(stride))}"
                 checks.append(check if i in form.strict else f"({check} or {x}.shape[{i}] <= 1)")
-            elif floor is not None:
-                checks.append(f"({x}.stride({i}) >= {_atom(self.floor(x, form, i))} or {x}.shape[{i}] <= 1)")
+            else:
+                in_order.append(f"({x}.stride({i}) >= {_atom(self.floor(x, form, i))} or {x}.shape[{i}] <= 1)")
+        if in_order:  # as declared, nearly always; any other order will do if elements do not overlap
+            free, inner = free_dims(form)
+            checks.append(f"({' and '.join(in_order)} or _apart({x}, {free}, {_atom(self.size(inner))}))")
         exact = [self.exact(d) for s in form.strides if s is not None for d in divisions(s)]
         tests = " and ".join([*exact, *checks])
         if form.plain:
@@ -215,6 +218,32 @@ class _Writer:
         if inside is None:
             return self.size(form.inner[index])  # type: ignore[arg-type]
         return f"({x}.stride({inside}) * {x}.shape[{inside}])"
+
+
+def free_dims(form: Form) -> tuple[tuple[int, ...], Expr]:
+    """The dimensions whose stride is free, and the extent of what is packed inside them."""
+    assert form.strides is not None
+    assert form.layout is not None
+    free = tuple(i for i, stride in enumerate(form.strides) if stride is None)
+    order = [g[-1] for g in form.layout.view_leaves]
+    inner = form.inner[max(free, key=lambda i: form.layout.order.index(order[i]))]  # type: ignore[union-attr]
+    assert inner is not None
+    return free, inner
+
+
+def apart(x: torch.Tensor, free: tuple[int, ...], inner: int) -> bool:
+    """Whether the free dimensions, in whatever order, leave room for ``inner`` elements and for each other."""
+    return colliding(x, free, inner) is None
+
+
+def colliding(x: torch.Tensor, free: tuple[int, ...], inner: int) -> tuple[int, int] | None:
+    """The first free dimension whose stride is smaller than what lies inside it, and that extent."""
+    extent = inner
+    for stride, size, i in sorted((x.stride(i), x.shape[i], i) for i in free if x.shape[i] > 1):
+        if stride < extent:
+            return i, extent
+        extent += stride * (size - 1)
+    return None
 
 
 def free_inner(form: Form, index: int) -> int | None:

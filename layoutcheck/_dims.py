@@ -266,7 +266,7 @@ def product(factors: Iterable[Expr], divisors: Iterable[Expr] = ()) -> Expr:
     """The product of factors over the product of divisors, equal factors cancelled.
 
     Every ``/`` in a size is exact, so ``32 * (page_size / 32)`` is ``page_size``: index maps stay as short as a person
-    would write them.
+    would write them. Products are rational: ``2 * (p / 4)`` is ``p / 2``, and needs only that to be whole.
     """
     above: list[Expr] = []
     below: list[Expr] = []

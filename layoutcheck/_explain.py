@@ -15,7 +15,9 @@ from layoutcheck import _causes, _compile, _dtypes, _relations
 from layoutcheck._call import Call
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names
+from layoutcheck._dims import arguments as mentioned
 from layoutcheck._errors import Violation, numbers, table
+from layoutcheck._rules import Condition
 from layoutcheck._solve import Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec, type_text
 
@@ -61,6 +63,8 @@ def _violations(call: Call) -> Iterator[Violation]:
     yield from _relations.device(call)
     absent = {v.argument for v in collected if v.rule == "presence"}
     for under, rule in call.contract.conditions:
+        if isinstance(rule, Condition) and absent & set(mentioned(rule.expr)):
+            continue  # what is missing has no element type to speak of
         if all(call.holds(u) for u in under):
             for v in _relations.rule(call, under, rule, broken):
                 if v.rule != "presence" or v.argument not in absent:  # once is enough
@@ -138,7 +142,7 @@ def _dtype(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Vio
     assert form.dtypes is not None
     wanted = " or ".join(_dtypes.short(d) for d in form.dtypes)
     got = _dtypes.short(value.dtype)
-    cause, fix = _causes.dtype(spec.name, form, value)
+    cause, fix = _causes.dtype(call, spec, form, value)
     return Violation(
         spec.name, "dtype", wanted, got, cause, fix, headline=f"{spec.name} has the wrong dtype for {form.text}"
     )
@@ -165,7 +169,7 @@ def _shape(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Vio
             *table(labels, [("expected", cells, remark)]),
             f"{'got':<11}{numbers(actual)}: {len(actual)} dimensions, {len(expected)} are needed",
         )
-    cause, fix = _causes.shape(call, spec, form, value, expected, unknown)
+    cause, fix = _causes.shape(call, spec, form, value, expected)
     return Violation(
         spec.name,
         "shape",
@@ -205,13 +209,13 @@ def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> I
         expected.append(wanted if stride is not None else "any")
         if wanted is not None and value.stride(i) != wanted and (value.shape[i] > 1 or i in form.strict):
             wrong.append(i)
-        elif stride is None and form.inner and value.shape[i] > 1:
-            inside = _compile.free_inner(form, i)
-            floor = call.number(form.inner[i]) if inside is None else value.stride(inside) * value.shape[inside]
-            if floor is not None and value.stride(i) < floor:
-                wrong.append(i)
-                floors[i] = floor
-                expected[i] = f">={floor}"
+    if None in form.strides:
+        free, inner = _compile.free_dims(form)
+        extent = call.number(inner)
+        if extent is not None and (found := _compile.colliding(value, free, extent)) is not None:
+            at, floors[found[0]] = found
+            wrong.append(at)
+            expected[at] = f">={found[1]}"
     if wrong and value.numel():
         shown = [str(e) for e in expected]
         cause, fix = _causes.stride(call, spec, form, value, expected, wrong)
@@ -245,40 +249,51 @@ def _pitch_remark(call: Call, form: Form, index: int) -> str:
 
 
 def _alignment(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Violation]:
+    name = spec.name
     for index, size in form.align:
         wanted = call.number(size)
         if wanted is None:
             continue
         if index is None:
-            if value.device.type == "meta" or torch.compiler.is_compiling():
+            if value.device.type == "meta" or torch.compiler.is_compiling() or value.data_ptr() % wanted == 0:
                 continue
-            got, what = value.data_ptr(), "base address"
-        elif value.shape[index] > 1:
-            got, what = value.stride(index) * value.element_size(), f"stride of {form.labels[index]} in bytes"
-        else:
-            continue
-        if got % wanted:
+            got, what = value.data_ptr() % wanted, "address"
             offset = value.storage_offset() * value.element_size()
-            cause = f"{spec.name} starts {offset} bytes into its storage" if index is None and offset % wanted else None
+            cause = f"{name} starts {offset} bytes into its storage" if offset % wanted else None
+            fix = f"start {name} at a multiple of {wanted} bytes, or copy it: {name}.clone()"
             yield Violation(
-                spec.name, "alignment", f"{what} % {wanted} == 0", f"{got} % {wanted} = {got % wanted}", cause,
-                f"allocate {spec.name} so that its {what} is a multiple of {wanted}",
-                headline=f"{spec.name} is not aligned for {form.text}",
+                name, "alignment", f"{what} % {wanted} == 0", f"{what} % {wanted} = {got}", cause, fix,
+                headline=f"{name} is not aligned for {form.text}",
             )  # fmt: skip
+            continue
+        got = value.stride(index) * value.element_size()
+        if got % wanted == 0 or (value.shape[index] <= 1 and index not in form.strict):
+            continue
+        what = f"stride of {form.labels[index]} in bytes"
+        cause, fix = None, f"allocate {name} so that its {what} is a multiple of {wanted}"
+        if value.shape[index] <= 1:
+            cause, fix = _causes.one_stride(name, form, value, [index], [])
+        shown = f"{value.stride(index)} * {value.element_size()} = {got}" if value.element_size() > 1 else str(got)
+        yield Violation(
+            name, "stride", f"{what} % {wanted} == 0", f"{shown}, and {got} % {wanted} = {got % wanted}", cause, fix,
+            headline=f"{name} has a stride that is not aligned for {form.text}",
+        )  # fmt: skip
 
 
 def _overflow(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Violation]:
     if not form.int32 or value.numel() == 0:
         return
-    reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    reach = sum((value.shape[i] - 1) * value.stride(i) for i in form.int32)
     if reach <= _compile.INT32_MAX:
         return
-    outer = max(range(value.dim()), key=value.stride)
-    fits = (_compile.INT32_MAX - (reach - (value.shape[outer] - 1) * value.stride(outer))) // value.stride(outer) + 1
+    outer = max(form.int32, key=value.stride)
+    label, count, stride = form.labels[outer], value.shape[outer], value.stride(outer)
+    rest = reach - (count - 1) * stride
+    last = (_compile.INT32_MAX - rest) // stride
+    text = f"({count} - 1) * {stride}" + (f" + {rest}" if rest else "")
     yield Violation(
-        spec.name, "overflow", f"largest offset <= {_compile.INT32_MAX}", str(reach),
-        f"the offsets of {spec.name} are computed in 32 bits: {value.shape[outer]} x stride {value.stride(outer)} "
-        f"of {form.labels[outer]} passes 2**31",
-        f"use at most {fits} {form.labels[outer]}s, or a layout with offsets='int64'",
+        spec.name, "overflow", f"offsets <= {_compile.INT32_MAX} (int32)", f"{text} = {reach}",
+        f"{label} * {stride} is computed in 32 bits: {label} {last} is the last that is safe",
+        f"use at most {last + 1} {label}s, or a kernel with 64-bit offsets (offsets='int64' in the layout)",
         headline=f"{spec.name} is too large for 32-bit offsets",
     )  # fmt: skip

@@ -60,8 +60,8 @@ class Layout:
       is inside the first pitch, in bytes.
     - ``align``: bytes that the base pointer (``base=``) or an axis's stride must be a multiple of.
     - ``pad``: multiple to which a logical axis is rounded up before it is split.
-    - ``offsets="int32"``: a view whose largest offset does not fit in 32 bits is refused. ``offsets={"page": "int32"}``:
-      only the term ``page * stride`` is computed in 32 bits.
+    - ``offsets="int32"``: a view whose largest offset does not fit in 32 bits is refused. With
+      ``offsets={"page": "int32"}`` only the term ``page * stride`` is computed in 32 bits.
     - ``strict``: axes whose stride counts even where they have size 1, as a TMA descriptor's do.
     - ``fill``: code that new memory is filled with; ``public``: parts that other arguments may refer to;
       ``default``: sizes used when nothing else determines them.
@@ -103,8 +103,7 @@ class Layout:
         self._set(name, axes, memory, read_elements(dtype), sizes, equations, rules)
         # An axis that a keyword sizes is that size everywhere: token is page_size, lane is 32.
         self._set(*self._substituted({k: parse(v) for k, v in keywords.items() if k in known}))
-        self._check_carrier()
-        _ = self.dims, self.tensor_dims  # a declaration that cannot be shown is refused here, not at its first use
+        self._check()
 
     def _set(
         self,
@@ -159,42 +158,64 @@ class Layout:
         Raises ``TypeError`` for a keyword that is neither, :class:`LayoutError` for numbers that contradict each other.
         """
         changes = {k: keywords.pop(k) for k in (*RULES, "dtype", "name") if k in keywords}
-        sizes = dict(self.sizes)
-        all_names = self._names
-        values: dict[str, Expr] = {}
-        extra: list[Equation] = []
-        for keyword, value in keywords.items():
-            if keyword not in all_names and keyword not in sizes:
-                raise TypeError(f"{self.name}: {unknown(keyword, all_names | set(sizes) | set(RULES))}")
-            expr = parse(value)
-            if keyword in all_names:
-                values[keyword] = expr
-            else:  # an axis whose size is an expression by now: token=64 says page_size == 64
-                extra.append(Equation(sizes[keyword], expr))
+        elements = read_elements(changes.pop("dtype")) if "dtype" in changes else self.elements
+        name = changes.pop("name", self.name)
+        # Rules first: a pitch given together with a size speaks of that size.
         new = object.__new__(type(self))
-        name, axes, memory, elements, new_sizes, equations, rules = self._substituted(values)
-        if "dtype" in changes:
-            elements = read_elements(changes.pop("dtype"))
-        name = changes.pop("name", name)
-        rules = read_rules(rules, changes, self.axes, self.name)
-        new._set(name, axes, memory, elements, new_sizes, [*equations, *extra], rules)
+        rules = read_rules(self.rules, changes, self.axes, self.name)
+        new._set(name, self.axes, self.memory, elements, dict(self.sizes), self.equations, rules)
+        sizes, every = dict(self.sizes), new._names | self._names
+        for keyword in keywords:
+            if keyword not in every and keyword not in sizes:
+                raise TypeError(f"{self.name}: {unknown(keyword, every | set(sizes) | set(RULES))}")
+        values = {k: parse(v) for k, v in keywords.items() if k in every}
+        # An axis whose size is an expression by now: token=64 says page_size == 64.
+        extra = [Equation(substitute(sizes[k], values), parse(v)) for k, v in keywords.items() if k not in every]
+        fields = list(new._substituted(values))
+        new._set(*fields[:5], [*fields[5], *extra], fields[6])
         found: dict[str, int] = {}
         for axis, e, equation in plan((), new.equations):  # a number given for one name may fix others
             found[axis] = _computed(name, e, found, equation)
         if found:
             new._set(*new._substituted({axis: Const(n) for axis, n in found.items()}))
-        new._check_carrier()
-        _ = new.dims, new.tensor_dims
+        if "default" not in changes:  # a default of a rule that has been replaced speaks of nothing now
+            default = tuple((n, v) for n, v in new.rules.default if n in new._names)
+            new._set(*new._substituted({})[:6], dataclasses.replace(new.rules, default=default))
+        new._check()
         return new
 
-    def _check_carrier(self) -> None:
+    def _check(self) -> None:
+        """Refuse here, not at its first use, what cannot be shown or cannot be meant."""
+        axes = {a.name for axis in self.axes for a in axis.walk()}
+        if taken := sorted(axes & {*RULES, "dtype", "name"}):
+            raise TypeError(f"{self.name}: an axis cannot be called {taken[0]}, which is a rule")
+        for keyword, given in (("public", self.rules.public), ("default", [n for n, _ in self.rules.default])):
+            if strange := [n for n in given if n not in self._names | axes]:
+                raise TypeError(f"{self.name}: {keyword} names {unknown(strange[0], self._names | axes)}")
         bits = {e.bits for e in self.elements}
-        if self.rules.carrier is None and bits <= {8, 16, 32, 64}:
-            return
-        if len(bits) > 1 or max(bits) > 8 or not self.order:
-            raise TypeError(f"{self.name}: only elements of one width, 8 bits or fewer, share a carrier")
-        if self.leaf_strides[self.order[-1]] != Const(1):
-            raise TypeError(f"{self.name}: {self.order[-1]} has a pitch, so its elements cannot share a carrier")
+        if self.rules.carrier is not None or not bits <= {8, 16, 32, 64}:
+            if len(bits) > 1 or max(bits) > 8 or not self.order:
+                raise TypeError(f"{self.name}: only elements of one width, 8 bits or fewer, share a carrier")
+            if self.leaf_strides[self.order[-1]] != Const(1):
+                raise TypeError(f"{self.name}: {self.order[-1]} has a pitch, so its elements cannot share a carrier")
+        _ = self.dims, self.tensor_dims
+        if self.concrete:
+            self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """What only a concrete layout shows: negative sizes, rows that overlap, a declared shape of other bytes."""
+        for axis, size in self.sizes:
+            if (n := self._number(size)) < 0:
+                raise _broken(self.name, axis, f"{axis} >= 0", f"{axis} = {n}")
+        inner = 1
+        for leaf in reversed(self.order):
+            stride, size = self._number(self.leaf_strides[leaf]), self._number(self.memory_size(leaf))
+            if size > 1 and stride < inner:
+                raise _broken(self.name, leaf, f"pitch of {leaf} >= {inner}, what lies inside", f"{stride}")
+            inner = max(inner, stride * size)
+        if isinstance(self.rules.view, tuple) and math.prod(self.shape) * self.word != self.numel:
+            shown = " * ".join(map(str, self.shape))
+            raise _broken(self.name, "view", f"{self.numel} elements", f"{shown} = {math.prod(self.shape) * self.word}")
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -337,7 +358,9 @@ class Layout:
     def narrow(self) -> tuple[str, ...]:
         """The undivided axes whose offsets are computed in 32 bits."""
         if isinstance(self.rules.offsets, tuple):
-            return tuple(leaf for axis in self.axes for a in axis.walk() if a.name in self.rules.offsets for leaf in a.leaves())
+            return tuple(
+                leaf for axis in self.axes for a in axis.walk() if a.name in self.rules.offsets for leaf in a.leaves()
+            )
         return self.order if self.rules.offsets == "int32" else ()
 
     @cached_property
@@ -395,9 +418,7 @@ class Layout:
         try:
             return int(evaluate(expr, self.values))
         except Inexact as error:
-            raise LayoutError(
-                self.name, [Violation(self.name, "relation", brief(error.division), str(error), headline=str(error))]
-            ) from None
+            raise _remainder(self.name, Equation(expr, expr), error) from None
 
     @cached_property
     def values(self) -> dict[str, int]:
@@ -483,9 +504,13 @@ class Layout:
             raise _raw_error(
                 self.name, "shape", f"{self.nbytes} bytes from byte {offset}", f"{max(room, 0)} bytes"
             )  # fmt: skip
-        if offset % chosen.itemsize:
+        start = raw.storage_offset() * raw.element_size() + offset
+        if start % chosen.itemsize:
             raise _raw_error(
-                self.name, "alignment", f"offset % {chosen.itemsize} == 0 for {_dtypes.of(chosen)}", f"offset {offset}"
+                self.name,
+                "alignment",
+                f"start % {chosen.itemsize} == 0 for {_dtypes.of(chosen)}",
+                f"byte {start} of the storage",
             )
         bytes_ = raw.reshape(-1).view(torch.uint8)[offset : offset + self.nbytes]
         return self._show(bytes_.view(chosen))
@@ -544,7 +569,10 @@ class Layout:
             [(f, str(getattr(self.rules, f))) for f in ("dense", "offsets", "fill", "accept", "carrier", "strict")],
             [(a, brief(e), b) for a, e, b in self.rules.pitch],
             brief(self.rules.base),
-            [(a, brief(e)) for a, e in (*self.rules.align, *self.rules.pad)],
+            [(a, brief(e)) for a, e in self.rules.align],
+            [(a, brief(e)) for a, e in self.rules.pad],
+            self.rules.public,
+            self.rules.default,
         )
 
     @cached_property
@@ -571,9 +599,7 @@ def _computed(name: str, expr: Expr, values: Mapping[str, int], equation: Equati
     try:
         return int(evaluate(expr, values))
     except Inexact as error:
-        raise LayoutError(
-            name, [Violation(brief(equation.left), "relation", str(equation), str(error), headline=str(error))]
-        ) from None
+        raise _remainder(name, equation, error) from None
 
 
 def _must_hold(name: str, equation: Equation, values: Mapping[str, int] | None = None) -> None:
@@ -581,19 +607,19 @@ def _must_hold(name: str, equation: Equation, values: Mapping[str, int] | None =
     try:
         left, right = evaluate(equation.left, values), evaluate(equation.right, values)
     except Inexact as error:
-        raise LayoutError(
-            name, [Violation(brief(equation.left), "relation", str(equation), str(error), headline=str(error))]
-        ) from None
+        raise _remainder(name, equation, error) from None
     if left != right:
-        raise LayoutError(
-            name,
-            [
-                Violation(
-                    brief(equation.left), "relation", str(equation), f"{left} and {right}",
-                    headline=f"{equation} does not hold: {left} and {right}",
-                )
-            ],
-        )  # fmt: skip
+        raise _broken(name, brief(equation.left), str(equation), f"{left} and {right}")
+
+
+def _remainder(name: str, equation: Equation, error: Inexact) -> LayoutError:
+    rule = Violation(brief(equation.left), "relation", str(equation), str(error), headline=str(error), body=())
+    return LayoutError(name, [rule])
+
+
+def _broken(name: str, argument: str, expected: str, got: str) -> LayoutError:
+    headline = f"{expected} is needed, got {got}"
+    return LayoutError(name, [Violation(argument, "relation", expected, got, headline=headline, body=())])
 
 
 def _raw_error(name: str, rule: Any, expected: str, got: str) -> LayoutError:

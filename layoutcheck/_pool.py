@@ -111,7 +111,8 @@ class Pool:
     def fit(cls, budget: int, *, free: str, layers: int | None = None, alignment: int = 1, **dims: Any) -> int:
         """The largest ``free`` (``"page"``, say) for which the pool takes at most ``budget`` bytes; 0 if not even one.
 
-        Bytes grow with the dim, so this is a search over :meth:`nbytes`, exact whatever is padded.
+        Bytes grow with the dim, so this is a search over :meth:`nbytes`, exact whatever is padded. Raises ``TypeError``
+        where they do not.
         """
 
         def fits(n: int) -> bool:
@@ -121,6 +122,8 @@ class Pool:
             return 0
         high = 2
         while fits(high):
+            if high > budget:  # a byte each would not fit
+                raise TypeError(f"{cls.__name__}.fit: {free} takes no memory with these sizes")
             high *= 2
         low = high // 2
         while high - low > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,7 +46,7 @@ class Record:
         if any(e.bits != 8 for e in buffer.elements):
             raise TypeError(f"{name}: the buffer of a record holds bytes, not {buffer.elements[0]}")
         outer = buffer.order[:-1]
-        placed: dict[str, Layout] = {}
+        bases: dict[str, Expr] = {}
         base: Expr = Const(0)
         used: Expr = Const(0)
         for section, layout in sections.items():
@@ -54,18 +54,19 @@ class Record:
                 raise TypeError(f"{name}: section {section} must begin with {' '.join(outer)} in memory")
             if layout.rules.base != Const(0):
                 base = layout.rules.base
-            placed[section] = _placed(layout, f"{name}.{section}", buffer, outer, base)
+            bases[section] = base
             inner = _extent(layout, layout.order[len(outer) :])
             inner = substitute(inner, in_dims(layout))  # another section may use the names of its parts otherwise
             base = op_("+", base, product([inner, Const(layout.elements[0].bits)], [Const(8)]))
             used = base if used == Const(0) or layout.rules.base == Const(0) else op_("max", used, base)
+        _check_room(name, buffer, used, sections)
+        placed = {n: _placed(s, f"{name}.{n}", buffer, outer, bases[n]) for n, s in sections.items()}
         self._set(name, buffer(name=name), placed, used)
 
     def _set(self, name: str, buffer: Layout, sections: Mapping[str, Layout], used: Expr) -> None:
         fields = {"name": name, "buffer": buffer, "parts": tuple(sections.items()), "used": used}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
-        self._check_room()
 
     @property
     def sections(self) -> Mapping[str, Layout]:
@@ -91,8 +92,9 @@ class Record:
             return layout(**{k: v for k, v in values.items() if k in layout._names})
 
         new = object.__new__(Record)
-        sections = {n: of(s) for n, s in self.sections.items()}
-        new._set(self.name, of(self.buffer), sections, substitute(self.used, values))
+        buffer, used = of(self.buffer), substitute(self.used, values)
+        _check_room(self.name, buffer, used, self.sections)
+        new._set(self.name, buffer, {n: of(s) for n, s in self.sections.items()}, used)
         return new
 
     def _solved(self, values: dict[str, Expr]) -> dict[str, Expr]:
@@ -111,26 +113,6 @@ class Record:
                 found |= {n: Const(local[n]) for n in self.dims if n in local and n not in values}
             values = values | found
         return values
-
-    def _check_room(self) -> None:
-        last = self.buffer.order[-1]
-        size = self.buffer.size_of(last)
-        if any(names(size)) or any(names(self.used)):
-            return
-        try:
-            used, room = evaluate(self.used, {}), evaluate(size, {})
-        except Inexact:
-            return  # a section whose size is broken says so itself
-        if used > room:
-            raise LayoutError(
-                self.name,
-                [
-                    Violation(
-                        last, "shape", f"at least {used} bytes for {', '.join(self.sections)}", f"{room}",
-                        headline=f"{last} has no room for the sections",
-                    )
-                ],
-            )  # fmt: skip
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
@@ -195,6 +177,22 @@ class Record:
     def __repr__(self) -> str:
         inside = " | ".join(f"{n}: {s.elements[0]}" for n, s in self.sections.items())
         return f"<record {self.name}: {self.buffer}; {inside}>"
+
+
+def _check_room(name: str, buffer: Layout, used: Expr, sections: Iterable[str]) -> None:
+    """Refuse a record that is smaller than its sections, as soon as both sizes are known."""
+    last = buffer.order[-1]
+    size = buffer.size_of(last)
+    if any(names(size)) or any(names(used)):
+        return
+    try:
+        needed, room = evaluate(used, {}), evaluate(size, {})
+    except Inexact:
+        return  # a section whose size is broken says so itself
+    if needed > room:
+        headline = f"{last} has no room for the sections"
+        wanted = f"at least {needed} bytes for {', '.join(sections)}"
+        raise LayoutError(name, [Violation(last, "shape", wanted, f"{room}", headline=headline)])
 
 
 def _placed(layout: Layout, name: str, buffer: Layout, outer: tuple[str, ...], base: Expr) -> Layout:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _compile, _dtypes, _manifest, _tags
+from layoutcheck import _causes, _compile, _dtypes, _manifest, _tags
 from layoutcheck._call import Call, filled
 from layoutcheck._dims import Const, Expr, Inexact, Name, Op, arguments, brief, calls, evaluate, names, substitute
 from layoutcheck._errors import Rule, Violation
@@ -170,11 +170,29 @@ def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
     got = detail or _sides(call, expr) or ", ".join(facts)
     rule = _kind(call, expr, used)
     more = f": {', '.join(facts)}" if got != ", ".join(facts) and got not in facts else ""
+    words = _words(expr)
     return Violation(
-        argument, rule, brief(expr), got, None, _fix(call, expr, argument),
-        headline=f"{argument}: {brief(expr)} is needed{why}",
-        body=(f"expected {brief(expr)}", f"got      {got}{more}"),
+        argument, rule, words, got, _wrong_number(call, expr), _fix(call, expr, argument),
+        headline=f"{argument}: {words} is needed{why}",
+        body=(f"expected {words}", f"got      {got}{more}"),
     )  # fmt: skip
+
+
+def _words(expr: Expr) -> str:
+    match expr:
+        case Op("pow2", (a,)):
+            return f"{brief(a)} a power of two"
+        case Op("==", (Op("numel", (Name(n),)), Const(1))):
+            return f"one element in {n}"
+    return brief(expr)
+
+
+def _wrong_number(call: Call, expr: Expr) -> str | None:
+    """Where else the number of a scalar argument stands that should equal something."""
+    match expr:
+        case Op("==", (Name(n), other)) | Op("==", (other, Name(n))) if n in call.contract.scalars:
+            return None if isinstance(other, Const) else _causes.number(call, n, call.values.get(n))
+    return None
 
 
 def _kind(call: Call, expr: Expr, used: list[str]) -> Rule:
@@ -320,7 +338,7 @@ def _fix(call: Call, expr: Expr, argument: str) -> str | None:
             return f"choose {brief(a)} as a multiple of {n}"
         case Op("==", (Name(n), Const(v))):
             return f"pass {n} = {_shown(v)}"
-    return f"change {argument} so that {brief(expr)}"
+    return f"change {argument} so that {_words(expr)} holds"
 
 
 def _no_overlap(call: Call, args: tuple[str, ...]) -> Iterator[Violation]:

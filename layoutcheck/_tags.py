@@ -80,7 +80,7 @@ def remember(
     storage = tensor.untyped_storage()
     start, stop = extent(tensor)
     old = _of(storage)
-    before = [t for t in old if (t.start, t.stop) == (start, stop) and t.tensor() in (None, tensor)]
+    before = [t for t in old if (t.start, t.stop) == (start, stop) and ((of := t.tensor()) is None or of is tensor)]
     new = Tag(
         start,
         stop,

@@ -70,7 +70,9 @@ def edges(dtype: torch.dtype, columns: int, seed: int = 0) -> Tensor:
     tops = [0.0, info.max, info.smallest_normal, info.smallest_normal * step, info.smallest_normal * (1 - step)]
     for e in range(low, high + 1, 1 if high < 100 else 5):
         tops += [2.0**e, 1.75 * 2.0**e, (1.75 - step) * 2.0**e, (1.75 + step) * 2.0**e, 1.125 * 2.0**e]
-    tops += [top * 2.0**-127 for top in (LARGEST - 256 * step, LARGEST, LARGEST + 256 * step)]  # around the lowest scale
+    tops += [
+        top * 2.0**-127 for top in (LARGEST - 256 * step, LARGEST, LARGEST + 256 * step)
+    ]  # around the lowest scale
     tops = [t for t in tops if t <= info.max]
     amax = torch.tensor(tops, dtype=torch.float64)
     # Beside the largest element: others a few powers of two below it, multiples of a sixteenth, so that ties occur.

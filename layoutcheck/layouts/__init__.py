@@ -1,6 +1,8 @@
 """The catalogue: layouts that production LLM inference uses, one file per family.
 
-Every layout or record declared at the top level of a module of this package is an entry, under its own name.
+Every layout or record declared at the top level of a module of this package is an entry, under its own name. The
+text below it says what it is and then, after ``Users:``, ``Source:``, ``Rules:`` and ``Not checked:``, what else
+docs/catalogue.md prints of it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from layoutcheck._record import Record
 def entries() -> dict[str, Layout | Record]:
     """Every entry by name."""
     found: dict[str, Layout | Record] = {}
-    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
-        for value in vars(importlib.import_module(f"{__name__}.{module}")).values():
-            if isinstance(value, Layout | Record):
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")):
+        for variable, value in vars(importlib.import_module(f"{__name__}.{module}")).items():
+            if isinstance(value, Layout | Record) and not variable.startswith("_"):
                 found[value.name] = value
     return dict(sorted(found.items()))
 

@@ -20,7 +20,12 @@ MXFP8_SCALE_INTERLEAVED = Layout(
     public="page",
     fill=0,
 )
-"""``[page, head, 32, page_size / 32, head_dim / 32]``, as FA4's block-scaled attention reads it."""
+"""``[page, head, 32, page_size / 32, head_dim / 32]``, as FA4's block-scaled attention reads it.
+
+Users: sglang's MXFP8 KV pool at page size 128 (FA4 on Blackwell).
+Source: sglang 0.5.23 kernels/ops/kvcache/mxfp8_interleave_sf.py, mxfp8_quant_store_kv.py, run.
+Not checked: slot 0 is reserved, so writers skip it; sglang's own stand-alone writer takes only head_dim 128.
+"""
 
 MXFP8_SCALE_FLAT = Layout(
     "mxfp8.flat",
@@ -29,4 +34,8 @@ MXFP8_SCALE_FLAT = Layout(
     head_dim="group * 32",
     fill=0,
 )
-"""``[slot, head, head_dim / 32]``: one row of scales a slot."""
+"""``[slot, head, head_dim / 32]``: one row of scales a slot.
+
+Users: sglang's MXFP8 KV pool at other page sizes.
+Source: sglang 0.5.23 srt/mem_cache/memory_pool.py (MHATokenToKVPoolMXFP8).
+"""

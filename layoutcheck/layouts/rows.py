@@ -14,4 +14,8 @@ ROWS_THD = Layout(
     dtype=(BF16, FP16, FP32),
     dense="head_dim",
 )
-"""``[token, head, head_dim]`` with free strides of token and head."""
+"""``[token, head, head_dim]`` with free strides of token and head.
+
+Users: the writers of every paged cache.
+Source: sglang 0.5.23 kernels/ops/kvcache/mxfp8_quant_store_kv.py, which takes k and v so.
+"""

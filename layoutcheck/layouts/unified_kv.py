@@ -19,7 +19,12 @@ UNIFIED_KV_ROWS = Layout(
     public="page",
     fill=0,
 )
-"""``[slot, dim]``; page_size 1 makes every slot a page."""
+"""``[slot, dim]``; page_size 1 makes every slot a page.
+
+Users: sglang for DeepSeek-V4 on ROCm.
+Source: sglang 0.5.23 srt/mem_cache/deepseek_v4_memory_pool.py (DeepSeekV4UnifiedKVPool).
+Not checked: which rows are the sliding window's ring, which compressed.
+"""
 
 UNIFIED_KV_SCALE = Layout(
     "unified_kv.kv_scale",
@@ -30,4 +35,8 @@ UNIFIED_KV_SCALE = Layout(
     default={"row_gap": 0},
     fill=0,
 )
-"""``[page, dim / 64]`` fp32: one row of group scales per page of the pool, shared by all its slots."""
+"""``[page, dim / 64]`` fp32: one row of group scales per page of the pool, shared by all its slots.
+
+Users: sglang for DeepSeek-V4 on ROCm.
+Source: sglang 0.5.23 kernels/ops/attention/dsv4/unified_kv_kernels, run.
+"""

@@ -18,15 +18,17 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from layoutcheck import _dtypes
+from layoutcheck import _dtypes, _tags
 from layoutcheck._choose import Choose
 from layoutcheck._contract import Contract, _tensor_contract
 from layoutcheck._dims import Const, Expr, Name, Op, divisions, evaluate, names, parse_condition
+from layoutcheck._dims import calls as spoken
 from layoutcheck._layout import Layout
 from layoutcheck._record import Record
-from layoutcheck._rules import Condition, Index, Indptr
+from layoutcheck._rules import VALUE, Condition, Each, Finite, Index, Indptr
 from layoutcheck._solve import names_of
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
+from layoutcheck._values import _mask as mask
 from layoutcheck.testing import _memory
 from layoutcheck.testing._cases import Case, Cases, pick_form
 from layoutcheck.testing._guard import apply, contract_of
@@ -45,13 +47,14 @@ class Recipe:
     dtype: torch.dtype
     offset: int = 0
     data: int | tuple[int, ...] | None = 0
+    holds: _dtypes.Element | None = None
     padding: Layout | None = None
     device: Any = None
 
     def build(self) -> torch.Tensor:
         return _memory.tensor(
-            self.shape, self.strides, self.dtype, offset=self.offset, data=self.data, padding=self.padding,
-            device=self.device,
+            self.shape, self.strides, self.dtype, offset=self.offset, data=self.data, holds=self.holds,
+            padding=self.padding, device=self.device,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -60,6 +63,8 @@ class Recipe:
             text += f", offset={self.offset}"
         if self.data != 0:
             text += f", data={list(self.data) if isinstance(self.data, tuple) else self.data}"
+        if self.holds is not None:
+            text += f", holds={self.holds.name!r}"
         if self.padding is not None:
             sizes = ", ".join(f"{a.name}={self.padding.values_of(a.name)}" for a in self.padding.axes)
             text += f", padding=layout({self.padding.name!r})({sizes})"
@@ -229,7 +234,7 @@ class _Source:
             for u, h in zip(under, held, strict=True):
                 if h is None:
                     whole = Op("or", (Op("not", (u.expr,)), whole))
-            if _has(whole, "numel") or not set(names(whole)) <= numbers:
+            if any(c.op not in ("given", "dtype") for c in spoken(whole)) or not set(names(whole)) <= numbers:
                 late.append(whole)
             else:
                 conditions.append(whole)
@@ -239,8 +244,7 @@ class _Source:
         wanted += [n for n, s in contract.scalars.items() if s.type is int and n in case.given and n not in self.given]
         for name in forms:
             for value in contract.tensors[name].values:
-                wanted += names(value.stop)
-                wanted += names(value.start) if isinstance(value, Index) else ()
+                wanted += [n for e in value.exprs for n in names(e) if n != "index" and n in numbers]
         used = {n for n in wanted}
         bounds = {n: b for n, b in (fixed | self.sizes).items() if n in used or n in _in(equations, conditions)}
         return make_plan(equations, conditions, wanted, bounds, _may_be_zero(contract, forms)), forms, late
@@ -269,6 +273,7 @@ class _Source:
         for i, (name, form) in enumerate(forms.items()):
             recipes[name] = self._recipe(draw, name, form, case, sizes, seed and seed + i, style // 8**i % 8, rnd)
         built: dict[str, Any] = {n: r.build() for n, r in recipes.items()}
+        _tag(self.contract, built, sizes)
         everything = self._arguments(draw, case, sizes, built)
         for condition in late:
             if not evaluate(condition, {**sizes, **everything}, everything):
@@ -349,25 +354,35 @@ class _Source:
         offset = rnd.randint(1, 16) * step if shifted else 0
         padding = None
         if form.layout is not None and form.layout.rules.pad and form.layout.rules.fill is not None:
-            padding = form.layout(**{d: _own(form, d, sizes) for d in form.layout.dims})
+            padding = form.layout(**{d: int(evaluate(e, sizes)) for d, e in form.dims})
         content: Any = seed if self.data or padding is not None else None
+        count = math.prod(shape)
         for rule in self.contract.tensors[name].values:
-            count = math.prod(shape)
             if isinstance(rule, Index):
                 content = index_values(rule, count, sizes, rnd, rule.unique or name in self.written_at, bool(seed))
-            else:
+            elif isinstance(rule, Indptr):
                 content = indptr_values(rule, count, sizes, rnd)
+            elif isinstance(rule, Finite):
+                content = seed
+        for _, rule in self.contract.conditions:
+            if isinstance(rule, Each) and rule.arguments == (name,):
+                kept = [v for v in range(513) if evaluate(rule.expr, {**sizes, VALUE: v})]
+                content = tuple(rnd.choice(kept) for _ in range(count))
         if content is None and not dtype.is_floating_point and dtype in (torch.int32, torch.int64):
             content = 0
-        if padding is None and form.layout is not None and form.layout.elements[0].name == "e8m0":
-            padding = form.layout(**{d: _own(form, d, sizes) for d in form.layout.dims}) if self.data else None
-        return Recipe(tuple(shape), strides, dtype, offset, content, padding)
+        holds = form.layout.elements[0] if form.layout is not None else None
+        if holds is None or holds.bits != dtype.itemsize * 8 or dtype in {e.torch for e in form.layout.elements}:  # type: ignore[union-attr]
+            holds = None
+        return Recipe(tuple(shape), strides, dtype, offset, content, holds, padding)
 
 
-def _own(form: Form, dim: str, sizes: Mapping[str, Any]) -> int:
-    """A dim of an argument's layout, by the layout's own name; private ones have a prefix in the contract."""
-    value = sizes.get(dim)
-    return int(value if value is not None else next(v for n, v in sizes.items() if n.endswith(f".{dim}")))
+def _tag(contract: Contract, built: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Declare of each tensor's memory what a rule ``tag(x, "fact") == ...`` asks for."""
+    for _, rule in contract.conditions:
+        match rule:
+            case Condition(Op("==", (Op("tag", (Name(n), Const(fact))), Const() | Name() as wanted))) if n in built:
+                if isinstance(wanted, Const) or wanted.name in sizes:
+                    _tags.tag(built[n], **{fact: evaluate(wanted, sizes)})
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -376,27 +391,31 @@ def _own(form: Form, dim: str, sizes: Mapping[str, Any]) -> int:
 def live_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
     """The values of an index that select something."""
     every = torch.arange(int(evaluate(rule.start, sizes)), max(0, int(evaluate(rule.stop, sizes))))
-    if rule.skip is not None and len(every):
-        every = every[~evaluate(parse_condition(f"index {rule.skip}"), {"index": every})]
-    return every.tolist()  # type: ignore[no-any-return]
+    return every[~skipped(rule, every, sizes)].tolist()  # type: ignore[no-any-return]
 
 
-def skipped_value(rule: Index) -> int | None:
-    """A value that the callable ignores."""
+def skipped(rule: Index, values: torch.Tensor, sizes: Mapping[str, Any]) -> torch.Tensor:
+    """Which of some values the callable ignores."""
     if rule.skip is None:
-        return None
-    condition = parse_condition(f"index {rule.skip}")
-    return next((v for v in (-1, 0, -2, -(2**31)) if evaluate(condition, {"index": v})), None)
+        return torch.zeros_like(values, dtype=torch.bool)
+    return mask(parse_condition(f"index {rule.skip}"), {**sizes, "index": values})
+
+
+def skipped_value(rule: Index, sizes: Mapping[str, Any]) -> int | None:
+    """A value that the callable ignores."""
+    options = torch.tensor((-1, 0, -2, -(2**31)))
+    found = options[skipped(rule, options, sizes)]
+    return int(found[0]) if len(found) else None
 
 
 def index_values(
     rule: Index, count: int, sizes: Mapping[str, Any], rnd: random.Random, unique: bool, mixed: bool
 ) -> tuple[int, ...]:
     """``count`` values that keep an index rule; skipped ones among them where ``mixed``."""
-    live, skipped = live_values(rule, sizes), skipped_value(rule)
+    live, ignored = live_values(rule, sizes), skipped_value(rule, sizes)
     if not count:
         return ()
-    if not live and skipped is None:
+    if not live and ignored is None:
         raise Impossible("an index without a value that it may have")
     if not mixed and len(live) >= count:
         return tuple(live[:count])
@@ -404,11 +423,11 @@ def index_values(
         values = rnd.sample(live, min(count, len(live)))
     else:
         values = [rnd.choice((live[0], live[-1], rnd.choice(live))) for _ in range(count)]
-    if len(values) < count and skipped is None:
+    if len(values) < count and ignored is None:
         raise Impossible("more rows than places for them")
-    result: list[int] = [*values, *([skipped] * (count - len(values)))]  # type: ignore[list-item]
-    if skipped is not None:
-        result = [skipped if rnd.random() < 0.2 else v for v in result]
+    result: list[int] = [*values, *([ignored] * (count - len(values)))]  # type: ignore[list-item]
+    if ignored is not None:
+        result = [ignored if rnd.random() < 0.2 else v for v in result]
     rnd.shuffle(result)
     return tuple(result)
 
@@ -418,9 +437,17 @@ def indptr_values(rule: Indptr, count: int, sizes: Mapping[str, Any], rnd: rando
     stop = int(evaluate(rule.stop, sizes))
     if count == 0 or (count == 1 and stop and not rule.capacity):
         raise Impossible("a prefix sum needs a first entry and a last one")
-    inner = sorted(rnd.randint(0, stop) for _ in range(max(0, count - 2)))
-    last = rnd.randint(inner[-1] if inner else 0, stop) if rule.capacity else stop
-    return (0, *inner, last)[:count]
+    longest = stop if rule.longest is None else int(evaluate(rule.longest, sizes))
+    steps = count - 1
+    if not rule.capacity and steps * longest < stop:
+        raise Impossible("too few steps of a prefix sum")
+    result = [0]
+    for left in range(steps, 0, -1):
+        least = 0 if rule.capacity else max(0, stop - result[-1] - (left - 1) * longest)
+        most = min(longest, stop - result[-1])
+        step = rnd.randint(least, most) if left > 1 or rule.capacity else stop - result[-1]
+        result.append(result[-1] + step)
+    return tuple(result)
 
 
 def _names(contract: Contract) -> set[str]:
@@ -431,10 +458,6 @@ def _names(contract: Contract) -> set[str]:
 def _in(equations: list[Any], conditions: list[Expr]) -> set[str]:
     found = {n for q in equations for side in (q.left, q.right) for n in names(side)}
     return found | {n for c in conditions for n in names(c)}
-
-
-def _has(expr: Expr, op: str) -> bool:
-    return isinstance(expr, Op) and (expr.op == op or any(_has(a, op) for a in expr.args))
 
 
 def _may_be_zero(contract: Contract, forms: Mapping[str, Form]) -> Iterator[str]:

@@ -28,6 +28,7 @@ def tensor(
     *,
     offset: int = 0,
     data: int | Sequence[int] | None = 0,
+    holds: Any = None,
     padding: Layout | None = None,
     device: Any = None,
 ) -> torch.Tensor:
@@ -35,7 +36,8 @@ def tensor(
 
     ``data`` is the seed of its contents, a list of integers in row-major order, or None to leave the memory as it is.
     Floats are finite, of either sign and of many magnitudes, zeros among them; E8M0 is a scale around 1, 2^-14 or 2^9,
-    and an integer from a seed is 0. ``padding``: a concrete layout whose padding is filled by its own rule.
+    and an integer of more than a byte from a seed is 0. ``holds`` is the element whose bits a carrier such as uint8 holds;
+    ``padding`` a concrete layout whose padding is filled by its own rule.
     """
     element = _dtypes.element(dtype)
     strides = _packed(shape) if strides is None else strides
@@ -44,8 +46,8 @@ def tensor(
     made = storage.as_strided(tuple(shape), tuple(strides), offset)
     if data is None or made.device.type == "meta" or made.numel() == 0:
         return made
-    holds = padding.elements[0] if padding is not None else element
-    _raw(made).copy_(_raw(_contents(tuple(shape), element, holds, data)))
+    kind = element if holds is None else _dtypes.element(holds)
+    _raw(made).copy_(_raw(_contents(tuple(shape), element, kind, data)))
     if padding is not None and padding.rules.pad and padding.rules.fill is not None:
         clear_padding(padding, made)
     return made
@@ -65,19 +67,18 @@ def _contents(shape: tuple[int, ...], element: _dtypes.Element, holds: _dtypes.E
     generator = torch.Generator().manual_seed(data)
     if holds.name == "e8m0":
         middle = (127, 127, 113, 136)[data % 4]
-        codes = torch.randint(middle - 3, middle + 4, shape, generator=generator, dtype=torch.uint8)
-        return codes.view(element.torch) if element.itemsize == 1 else codes.to(element.torch)
-    if element.torch in (torch.int32, torch.int64):
-        return torch.zeros(shape, dtype=element.torch)
-    if element.torch is torch.bool:
+        return torch.randint(middle - 3, middle + 4, shape, generator=generator, dtype=torch.uint8).view(element.torch)
+    if holds.torch is torch.bool:
         return torch.randint(2, shape, generator=generator).bool()
-    if not element.torch.is_floating_point:
+    if not holds.torch.is_floating_point or holds.bits < 8:
+        if element.torch.itemsize > 1:
+            return torch.zeros(shape, dtype=element.torch)
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8).view(element.torch)
     values = torch.randn(shape, generator=generator) * _MAGNITUDES[data % 4]
     values *= torch.randint(8, shape, generator=generator) > 0  # one in eight is zero
-    if element.itemsize == 1:  # no cast of torch's is needed to stay finite
-        values = values.clamp(-torch.finfo(element.torch).max, torch.finfo(element.torch).max)
-    return values.to(element.torch)
+    if holds.bits == 8:  # no cast of torch's is needed to stay finite
+        values = values.clamp(-torch.finfo(holds.torch).max, torch.finfo(holds.torch).max)
+    return values.to(holds.torch).view(element.torch)
 
 
 def _raw(value: torch.Tensor) -> torch.Tensor:
@@ -107,7 +108,7 @@ def strides_of(
     result = [0] * len(shape)
     for i in sorted(range(len(shape)), key=lambda i: -_depth(form, i)):
         exact = form.strides[i]
-        if shape[i] <= 1:
+        if shape[i] <= 1 and i not in form.strict:
             result[i] = _natural(form, i, shape, result, values) + slack(i)
         elif exact is not None:
             result[i] = int(evaluate(exact, values))

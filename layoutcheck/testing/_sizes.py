@@ -102,7 +102,7 @@ class Plan:
 
     def _range(self, name: str, values: Mapping[str, int]) -> tuple[int, int]:
         bound = self.bounds.get(name)
-        low, high = (0 if name in self.may_be_zero else 1), 4
+        low, high = (0, 6) if name in self.may_be_zero else (1, 4)
         if isinstance(bound, tuple):
             low, high = bound
         elif bound is not None:
@@ -316,21 +316,22 @@ def _exact(expr: Expr, values: Mapping[str, int]) -> int:
         raise Impossible(str(error)) from None
 
 
-def contradiction(equations: Iterable[Equation], known: Mapping[str, Any]) -> str | None:
-    """What cannot hold at once, in words; None where the equations agree as far as they can be followed."""
+def follow(equations: Iterable[Equation], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value that follows. Raises :class:`Impossible` where the equations cannot all hold, and says why."""
     values = dict(known)
     equations = list(dict.fromkeys(equations))
     try:
         for name, expr, _ in plan(values, equations):
             values[name] = evaluate(expr, values)
         for q in equations:
-            for side in (q.left, q.right):
-                for division in divisions(side):
-                    if set(names(division)) <= set(values):
-                        evaluate(division, values)
+            for division in (*divisions(q.left), *divisions(q.right)):
+                if set(names(division)) <= set(values):
+                    evaluate(division, values)
             if _names_of(q) <= set(values) and evaluate(q.left, values) != evaluate(q.right, values):
-                return f"{q}: {evaluate(q.left, values)} and {evaluate(q.right, values)}"
+                raise Impossible(f"{q}: {evaluate(q.left, values)} and {evaluate(q.right, values)}")
     except Inexact as error:
-        return str(error)
-    negative = next((n for n, v in values.items() if isinstance(v, int) and v < 0), None)
-    return f"{negative} = {values[negative]}" if negative else None
+        raise Impossible(str(error)) from None
+    for name, value in values.items():
+        if isinstance(value, int) and name not in known and value < 0:
+            raise Impossible(f"{name} = {value}")
+    return values

@@ -15,10 +15,11 @@ import sys
 import time
 from typing import Any
 
-import layoutcheck.kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+import layoutcheck.kernels
 
 
 def target(name: str) -> GPUTarget:

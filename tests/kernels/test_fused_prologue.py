@@ -105,8 +105,6 @@ class Problem:
     pages: int = 5
     seed: int = 0
     index_dtype: torch.dtype = torch.int32
-        1  # the norm of a k that was itself one ulp off may be two off; few problems are so large as to show it
-    )
     args: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:

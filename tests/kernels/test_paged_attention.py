@@ -1,4 +1,4 @@
-"""Paged attention in the interpreter, against float64 references that gather slot by slot and know no layout function."""
+"""Paged attention in the interpreter, against float64 references that gather slot by slot and use no layout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from layoutcheck import LayoutError, mode
 from layoutcheck.kernels._interpreter import correct_interpreter
 from layoutcheck.kernels.paged_attention import paged_attention
@@ -28,7 +29,8 @@ def _interpreter(monkeypatch):
 
 def factor(byte):
     """2^(byte - 127) in float64, NaN for 0xFF."""
-    return torch.where(byte == 255, torch.nan, torch.ldexp(torch.ones_like(byte, dtype=torch.float64), byte.int() - 127))
+    one = torch.ones_like(byte, dtype=torch.float64)
+    return torch.where(byte == 255, torch.nan, torch.ldexp(one, byte.int() - 127))
 
 
 def dequantise(payload, byte):
@@ -61,7 +63,7 @@ def problem(
     kind, seq_lens, queries=None, *, q_head=4, head=2, head_dim=64, v_head_dim=32, page_size=96, window=None, cap=None,
     edit=None, seed=0,
 ):  # fmt: skip
-    """Random rows in scattered pages. Every slot that no query reads, every scale and table entry of none, is poison."""
+    """Random rows in scattered pages. Slots that no query reads, their scales and spare table entries are poison."""
     rng = torch.Generator().manual_seed(seed)
     decode = queries is None
     queries = [1] * len(seq_lens) if decode else queries
@@ -90,8 +92,12 @@ def problem(
         parts |= dict(
             qs=scales(tokens, q_head, head_dim), ks=scales(slots, head, head_dim), vs=scales(slots, head, v_head_dim)
         )
+
+    def slot(s, j):
+        return int(table[s, j // page_size]) * page_size + j % page_size
+
     if edit:
-        edit(parts, lambda s, j: int(table[s, j // page_size]) * page_size + j % page_size)
+        edit(parts, slot)
     wide = {n: dequantise(parts[n], parts[n + "s"]) if mx else parts[n].double() for n in "qkv"}
 
     expected = torch.zeros(tokens, q_head, v_head_dim, dtype=torch.float64)
@@ -102,7 +108,7 @@ def problem(
         for i in range(queries[s]):
             last = n - queries[s] + i
             first = 0 if window is None else max(0, last - window + 1)
-            at = torch.tensor([int(table[s, j // page_size]) * page_size + j % page_size for j in range(first, last + 1)])
+            at = torch.tensor([slot(s, j) for j in range(first, last + 1)])
             for h in range(q_head if len(at) else 0):
                 read[at] = True
                 logits = wide["k"][at, h // (q_head // head)] @ wide["q"][token, h] * head_dim**-0.5
@@ -269,10 +275,9 @@ def test_values_of_very_different_scale():
 
 @pytest.mark.parametrize("queries", [None, [1, 40]])
 def test_live_nan_stays_visible(queries):
-    """Only what is not read is silenced: a NaN block that a query reads makes its output NaN, and only of its KV head."""
+    """Only what is not read is silenced: a NaN block makes the output of queries that read it NaN, of its KV head."""
     made = problem("flat", [30, 70], queries)
-    q, k, v, table, _ = made.arguments
-    slot = int(table[1, 0]) * 96 + 2
+    slot = int(made.arguments[3][1, 0]) * 96 + 2
     made.options["v_scale"].view(torch.uint8)[slot, 1, 0] = 0xFF
     out = paged_attention(*made.arguments, **made.options)
     assert out[-1, 2:].isnan().all()
@@ -307,7 +312,7 @@ def _with(made, index, tensor):
 
 def test_contract():
     plain, scaled = problem(torch.bfloat16, [5], page_size=32), problem("interleaved", [5], page_size=32)
-    q, k, v, table, lengths = plain.arguments
+    q, _, v, table, _ = plain.arguments
 
     def refused(match, arguments=plain.arguments, options=plain.options):
         with pytest.raises(LayoutError, match=match):

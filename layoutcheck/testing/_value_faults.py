@@ -1,0 +1,107 @@
+"""Faults of what a tensor holds: indices, prefix sums, padding. Only ``values`` mode can see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from layoutcheck import _index
+from layoutcheck._call import layout_dims
+from layoutcheck._dims import evaluate
+from layoutcheck._rules import Finite, Index, Indptr
+from layoutcheck._specs import Form
+
+if TYPE_CHECKING:
+    from layoutcheck.testing._calls import Call
+    from layoutcheck.testing._faults import Candidate
+
+
+def values(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
+    """Changes of what one tensor holds that break a rule about it."""
+    from layoutcheck.testing._faults import Candidate
+
+    def fault(kind: str, change: Callable[[torch.Tensor], None]) -> Candidate:
+        def build() -> dict[str, Any]:
+            made = _own(valid.arguments[name])
+            change(made)
+            return {name: made}
+
+        return Candidate(kind, name, build, frozenset({"value"}), frozenset({name}), sure=True, launchable=False)
+
+    value = valid.arguments[name]
+    for rule in valid.contract.tensors[name].values:
+        if value.numel() and isinstance(rule, Index):
+            for kind, change in _index_faults(rule, value, valid.sizes):
+                yield fault(kind, change)
+        elif value.numel() and isinstance(rule, Indptr):
+            for kind, change in _indptr_faults(rule, value, valid.sizes):
+                yield fault(kind, change)
+        elif value.numel() and isinstance(rule, Finite) and not rule.at and value.dtype.is_floating_point:
+            yield fault("not_finite", lambda made: _raw(made).fill_(-1))  # all bits set: NaN in every float
+    layout = form.layout
+    if layout is not None and layout.rules.pad and layout.rules.fill is not None and value.element_size() == 1:
+        dims = layout_dims(form, valid.sizes)
+        ranges = [] if dims is None else _index.padding_ranges(layout(**dims))
+        if ranges and value.numel():
+            at = ranges[0][0]
+            yield fault("nan_in_the_padding", lambda made: _flat(made)[at : at + 1].fill_(0xFF))
+
+
+Change = tuple[str, Callable[[torch.Tensor], Any]]
+
+
+def _index_faults(rule: Index, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
+    from layoutcheck.testing._calls import live_values, skipped
+
+    stop, start = int(evaluate(rule.stop, sizes)), int(evaluate(rule.start, sizes))
+    wrong = {"index_out_of_range": stop, "index_far_out_of_range": stop + 2**30, "index_below_range": start - 1}
+    for kind, number in wrong.items():
+        if not skipped(rule, torch.tensor([number]), sizes).any():
+            yield kind, lambda made, number=number: _set(made, -1, number)
+    live = set(live_values(rule, sizes))
+    flat = value.reshape(-1).tolist()
+    first = next((i for i, v in enumerate(flat) if v in live), None)
+    if rule.unique and first is not None and len(flat) > 1:
+        other = (first + 1) % len(flat)
+        yield "duplicate_index", lambda made: _set(made, other, flat[first])
+
+
+def _indptr_faults(rule: Indptr, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
+    stop = int(evaluate(rule.stop, sizes))
+    yield "indptr_ends_too_late", lambda made: _set(made, -1, stop + 1)
+    yield "indptr_does_not_start_at_0", lambda made: _set(made, 0, 1)
+    if value.numel() > 2:
+        after = int(value.reshape(-1)[2])
+        yield "indptr_decreases", lambda made: _set(made, 1, after + 1)
+    if rule.longest is not None and value.numel() > 1 and (longest := int(evaluate(rule.longest, sizes))) < stop:
+        yield "indptr_step_too_long", lambda made: _steep(made, longest + 1)
+    if not rule.capacity and stop:
+        yield "indptr_ends_too_early", lambda made: _set(made, -1, stop - 1)
+
+
+def _steep(made: torch.Tensor, step: int) -> None:
+    """A first step that is too long, and then no decrease."""
+    flat = made.reshape(-1)
+    made.copy_(torch.cat([flat[:1], flat[1:].clamp(min=step)]).reshape(made.shape))
+
+
+def _set(made: torch.Tensor, at: int, number: int) -> None:
+    """One entry, counted in row-major order."""
+    where = torch.unravel_index(torch.tensor(at % made.numel()), made.shape)
+    made[tuple(where)] = number
+
+
+def _own(value: torch.Tensor) -> torch.Tensor:
+    from layoutcheck.testing._calls import clone
+
+    return clone(value)
+
+
+def _raw(value: torch.Tensor) -> torch.Tensor:
+    return value.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.uint8).as_strided((value.numel(),), (1,), value.storage_offset())

@@ -1,0 +1,76 @@
+"""Every kernel compiles for every target, and says what to set where it can neither be compiled nor interpreted.
+
+Both need processes without TRITON_INTERPRET, which is read when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TARGETS = ["cuda:90", "cuda:100", "cuda:120", "hip:gfx942", "hip:gfx950"]
+COMPILE_ALL = Path(__file__).with_name("compile_all.py")
+
+
+def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python in another process, where kernels are not interpreted and no GPU is seen."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    inherited = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env=inherited | hidden | environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target, tmp_path):
+    result = child(str(COMPILE_ALL), target, TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr[-4000:]
+    cases = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert {"quantize", "move"} <= {case["module"] for case in cases}
+    failed = [f"{c['module']} {c['case']}: {c['error']}" for c in cases if c["error"] and not c["exception"]]
+    assert not failed, f"on {target}, " + "\n\n".join(failed)
+    stale = [f"{c['module']} {c['case']}: {c['exception']}" for c in cases if c["exception"] and not c["error"]]
+    assert not stale, f"compiles on {target} by now, remove it from COMPILE_EXCEPTIONS: " + "\n".join(stale)
+
+
+WITHOUT_A_GPU = """
+import torch
+from layoutcheck.kernels import load_scales, move_slots, store_rows, store_scales
+from layoutcheck.kernels import quantize_mxfp8, quantize_store_kv_mxfp8
+
+k, loc = torch.zeros(1, 2, 64), torch.tensor([1])
+cache, scale = torch.zeros(32, 2, 64).to(torch.float8_e4m3fn), torch.zeros(1, 2, 32, 1, 2, dtype=torch.uint8)
+rows = torch.zeros(1, 2, 2, dtype=torch.uint8)
+for call in (
+    lambda: quantize_mxfp8(k),
+    lambda: quantize_store_kv_mxfp8(k, k, loc, cache, cache.clone(), scale, scale.clone(), page_size=32),
+    lambda: store_scales(rows, loc, scale, page_size=32),
+    lambda: load_scales(scale, loc, page_size=32),
+    lambda: store_rows(cache[:1], loc, cache.clone()),
+    lambda: move_slots(loc, loc, cache, cache.clone()),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+    else:
+        print("ran")
+"""
+
+
+def test_without_gpu_or_interpreter():
+    result = child("-c", WITHOUT_A_GPU)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        assert line.endswith(
+            "_kernel got tensors on cpu: a compiled Triton kernel needs a GPU. To run it on a CPU, set "
+            "TRITON_INTERPRET=1 in the environment before layoutcheck.kernels is imported"
+        )
