@@ -56,7 +56,7 @@ interleaved_offset_32 = MXFP8_SCALE_INTERLEAVED(offsets="int32").offset_fn(
 )
 
 LOG2_E = 1.4426950408889634
-# Dequantised tiles are smaller by this power of two, given back at the end: a sum of finite values is finite.
+# Dequantised tiles of V are smaller by this power of two, given back at the end: a sum of finite values is finite.
 HEADROOM = tl.constexpr(2.0**-32)
 RESTORE = tl.constexpr(2.0**32)
 
@@ -121,7 +121,7 @@ def _scale_bytes(
     token = (start + n) % PAGE_SIZE
     if not INTERLEAVED:
         at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
-    elif WHOLE:  # the map is linear in the chunk of a page, and a tile has whole chunks
+    elif WHOLE:  # linear likewise: a tile has whole chunks of a page, or lies in one
         scale += interleaved_offset(page, start % PAGE_SIZE, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
         at = interleaved_offset_32(0, n, 0, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
@@ -277,8 +277,10 @@ def _attend_kernel(
             logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
             logits = tl.sum(logits, axis=1) * lift_factor[:, None]
         elif MX:
-            k = _dequantise(k, scale_value(k_code) * HEADROOM, BLOCK_N, K_GROUPS)  # K's largest block decodes to 2^128
-            logits = tl.dot(q_rows, tl.trans(k)) * qk_scale * RESTORE * lift_factor[:, None]
+            # Each key relative to its largest factor: bf16 does not hold the 2^128 that a block may decode to.
+            k_top = tl.max(tl.where(k_code == 255, 0, k_code), axis=1)
+            k = _dequantise(k, scale_value(k_code) * scale_value(254 - k_top)[:, None], BLOCK_N, K_GROUPS)
+            logits = tl.dot(q_rows, tl.trans(k)) * (scale_value(k_top) * qk_scale)[None, :] * lift_factor[:, None]
         else:
             logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
         if CAPPED:
@@ -293,7 +295,6 @@ def _attend_kernel(
         total = total * shrink + tl.sum(p, axis=1)
         if SPREAD:
             logits = logits[:, None, :] + tl.trans(_exponent(v_code))[None, :, :]
-            logits = tl.where(seen[:, None, :], logits, float("-inf"))
             v_top, p, shrink = _step(v_top, tl.reshape(logits, (ROWS * V_GROUPS, BLOCK_N)))
             acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * shrink[:, None])
         else:
@@ -413,7 +414,8 @@ def paged_attention(
         return out
     seqs, max_pages = page_table.shape
     varlen = query_start is not None
-    sizes = _sizes(q_heads // heads, head_dim, v_head_dim, triton.cdiv(tokens, seqs) if varlen else 1, page_size, mx)
+    room = _room(q.device)
+    sizes = _sizes(q_heads // heads, head_dim, v_head_dim, triton.cdiv(tokens, seqs) if varlen else 1, mx, room)
     blocks = tokens // sizes["BLOCK_Q"] + seqs if varlen else seqs
     splits = _splits(blocks * heads, max_pages * page_size)
     part = lse = out  # not used
@@ -431,7 +433,7 @@ def paged_attention(
         Q_HEAD=q_heads, HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size, **sizes,
         SPLITS=splits, MX=mx, INTERLEAVED=mx and scale_layout == "interleaved", VARLEN=varlen,
         CAPPED=soft_cap is not None, WINDOWED=window is not None,
-        **_schedule(q.device, sizes, k_cache.element_size()),
+        **_schedule(sizes, mx, room),
     )  # fmt: skip
     if splits > 1:
         launch(
@@ -446,19 +448,36 @@ def _bytes(scale: Tensor | None, otherwise: Tensor) -> Tensor:
     return otherwise if scale is None else raw(scale)
 
 
-def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, page_size: int, mx: bool) -> dict[str, Any]:
+def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, mx: bool, room: int) -> dict[str, Any]:
     """The tile of a program: queries, heads, keys. ``queries`` is how many a sequence has, on average."""
     block_h = triton.next_power_of_2(group)
     block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
-    groups = min(block_d, block_v) // BLOCK.value if mx else 1
-    wide = max(block_d, block_v)
+    narrow, wide = sorted((block_d, block_v))
     wanted = min(triton.next_power_of_2(queries) * block_h, 16384 // wide)
-    # A spread tile has `groups` times as many rows as it needs: only where the hardware's least of 16 has them anyway.
-    spread = mx and wanted * groups <= 32
-    least = triton.cdiv(16, groups) if spread else 16
-    block_q = max(wanted, least) // block_h or 1
-    block_n = 32 if wide > 256 else 64
-    return dict(BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread)
+    # Spread tiles have a row for each query and group: only where that is about the 16 that a product needs anyway.
+    spread = mx and wanted * (wide // BLOCK.value) <= 32
+    least = triton.cdiv(16 * BLOCK.value, narrow) if spread else 16
+    sizes = dict(
+        BLOCK_Q=max(wanted, least) // block_h or 1, BLOCK_H=block_h, BLOCK_N=64 if wide <= 256 else 32,
+        BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread,
+    )  # fmt: skip
+    while sizes["BLOCK_N"] > 16 and _need(sizes, mx, 1) > room:
+        sizes["BLOCK_N"] //= 2
+    return sizes
+
+
+def _need(sizes: dict[str, Any], mx: bool, tiles: int) -> int:
+    """About how much shared memory a program needs with so many tiles of K and V in flight, in bytes."""
+    tile = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"])
+    dequantised = 2 * tile if mx and not sizes["SPREAD"] else 0
+    queries = sizes["BLOCK_Q"] * sizes["BLOCK_H"] * (sizes["BLOCK_D"] + sizes["BLOCK_N"])
+    return tiles * tile * (1 if mx else 2) + dequantised + 2 * queries
+
+
+def _schedule(sizes: dict[str, Any], mx: bool, room: int) -> dict[str, int]:
+    """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take five."""
+    rows = sizes["BLOCK_Q"] * sizes["BLOCK_H"]
+    return dict(num_warps=8 if rows >= 128 else 4, num_stages=5 if _need(sizes, mx, 2) <= room else 3)
 
 
 def _splits(programs: int, longest: int) -> int:
@@ -467,20 +486,12 @@ def _splits(programs: int, longest: int) -> int:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+def _room(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
     if device.type != "cuda":
-        return 0
+        return 227 * 1024
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
-
-
-def _schedule(device: torch.device, sizes: dict[str, Any], itemsize: int) -> dict[str, int]:
-    """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take five."""
-    rows = sizes["BLOCK_Q"] * sizes["BLOCK_H"]
-    tile = sizes["BLOCK_N"] * (sizes["BLOCK_D"] + sizes["BLOCK_V"]) * itemsize
-    queries = 4 * rows * (sizes["BLOCK_D"] + sizes["BLOCK_N"])
-    return dict(num_warps=8 if rows >= 128 else 4, num_stages=5 if 2 * tile + queries <= _shared_memory(device) else 3)
 
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
@@ -502,7 +513,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         signature |= dict(qk_scale="fp32", cap="fp32")
         constants = dict(
             Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, INTERLEAVED=mx,
-            VARLEN=queries > 1, CAPPED=False, WINDOWED=False, **_sizes(4, 128, 128, queries, page_size, mx),
+            VARLEN=queries > 1, CAPPED=False, WINDOWED=False, **_sizes(4, 128, 128, queries, mx, 64 * 1024),
         )  # fmt: skip
         cases.append((name, _attend_kernel, signature, constants | options))
     signature = dict(part="*fp32", lse="*fp32", out="*bf16", out_token_stride="i32", out_head_stride="i32")

@@ -74,12 +74,15 @@ def rounded(name: str, labels: Sequence[str], actual: list[int], wanted: list[in
             return
         texts.append(f"{label} {a} is {w} rounded up to a multiple of {tile}")
     if texts:
-        yield f"{name} is padded, and this layout has no padding: {', '.join(texts)}", f"pass the shape {numbers(wanted)}"
+        yield (
+            f"{name} is padded, and this layout has no padding: {', '.join(texts)}",
+            f"pass the shape {numbers(wanted)}",
+        )
 
 
-def packed(name: str, labels: Sequence[str], actual: list[int], wanted: list[int], itemsize: int) -> Iterator[Found]:
+def packed(name: str, labels: Sequence[str], actual: list[int], wanted: list[int]) -> Iterator[Found]:
     """Two 4-bit values to a byte: half as many elements in the innermost dimension."""
-    if len(actual) != len(wanted) or itemsize != 1 or not wanted or actual[:-1] != wanted[:-1]:
+    if len(actual) != len(wanted) or not wanted or actual[:-1] != wanted[:-1]:
         return
     if actual[-1] * 2 == wanted[-1]:
         yield f"{name} holds two values to a byte: {wanted[-1]} of {labels[-1]} in {actual[-1]} bytes", None

@@ -9,7 +9,7 @@ import torch
 
 from layoutcheck import _dtypes
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Expr, Inexact, Name, Op, brief, evaluate, names
+from layoutcheck._dims import ARGUMENT_FUNCTIONS, Const, Expr, Inexact, Name, Op, brief, evaluate, names
 from layoutcheck._errors import LayoutError, numbers
 from layoutcheck._layout import Layout
 from layoutcheck._rules import Condition
@@ -57,10 +57,16 @@ class Call:
     """One call of a contract's callable, solved as far as it goes.
 
     ``values`` are the dims and scalars by name, ``inexact`` the steps that left a remainder, ``origin`` the step that
-    bound each dim.
+    bound each dim, ``fits`` the arguments that would be right with another value of a dim. Without ``words`` nobody
+    will read what is found; without ``memory`` nobody asks what the tensors' memory is known to hold.
     """
 
-    def __init__(self, contract: Contract, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, contract: Contract, arguments: Mapping[str, Any], *, words: bool = True, memory: bool = True
+    ) -> None:
+        self.words, self.memory = words, memory
+        self.fits: dict[tuple[str, int], set[str]] = {}
+        self._wanted: dict[int, str] = {}
         self.contract, self.arguments = contract, dict(arguments)
         self.values, self.inexact = solve(contract, arguments)
         self.origin = {s.name: s for s in reversed(contract.steps)}
@@ -121,6 +127,11 @@ class Call:
 
     def wanted(self, spec: TensorSpec, form: Form) -> str:
         """A tensor that would be right, as words or code."""
+        if id(form) not in self._wanted:
+            self._wanted[id(form)] = self._wanted_text(form)
+        return self._wanted[id(form)]
+
+    def _wanted_text(self, form: Form) -> str:
         expected, _ = self.expected_shape(form, None)
         concrete = self.concrete(form)
         if concrete is not None:
@@ -163,7 +174,7 @@ class Call:
             return False
 
 
-def layout_dims(form: Form, values: Values) -> dict[str, int] | None:
+def layout_dims(form: Form, values: Mapping[str, Any]) -> dict[str, int] | None:
     """The open dims of a form's layout, by the layout's own names; None if one is unknown."""
     result = {}
     for name, expr in form.dims:
@@ -187,7 +198,7 @@ def _applies(contract: Contract, step: Step, arguments: Mapping[str, Any], value
     return step.case is None or step.case == case_of(spec, values, arguments)
 
 
-def case_of(spec: TensorSpec, values: Values, arguments: Mapping[str, Any]) -> int | None:
+def case_of(spec: TensorSpec, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> int | None:
     """Which case of a choice this call is."""
     for i, (condition, _) in enumerate(spec.forms):
         try:
@@ -206,7 +217,10 @@ def _catalogue_call(concrete: Layout) -> str | None:
     if not isinstance(entry, Layout) or entry.elements != concrete.elements:
         return None
     sizes = sizes_in(entry, concrete)
-    if sizes is None or entry(**sizes).shape != concrete.shape:
+    if sizes is None:
+        return None
+    solved = entry._solve(sizes)
+    if tuple(evaluate(d.size, solved) for d in entry.tensor_dims) != concrete.shape:
         return None
     return f"layout({entry.name!r})({', '.join(f'{n}={v}' for n, v in sizes.items())})"
 
@@ -240,6 +254,6 @@ def filled(expr: Expr, values: Mapping[str, Any]) -> Expr:
     match expr:
         case Name(n):
             return Const(values[n]) if n in values else expr
-        case Op(op, args):
+        case Op(op, args) if op not in ARGUMENT_FUNCTIONS:
             return Op(op, tuple(filled(a, values) for a in args))
     return expr

@@ -17,7 +17,7 @@ import torch
 from layoutcheck import _axes, _dtypes, _fits, _origin
 from layoutcheck._axes import Found
 from layoutcheck._call import Call
-from layoutcheck._dims import Const, Expr, Name, Op, brief, evaluate, names
+from layoutcheck._dims import Const, Expr, Name, Op, brief, names
 from layoutcheck._errors import numbers
 from layoutcheck._specs import Form, TensorSpec
 
@@ -38,22 +38,26 @@ def _shape_causes(
     name, labels, actual = spec.name, form.labels, [int(s) for s in value.shape]
     found = list(_origin.of(call, spec, form, value))
     yield from found
-    counted = list(_counted(call, spec, form, actual, expected))
+    found += (counted := list(_counted(call, spec, form, actual, expected)))
     yield from counted
-    if not counted and not found:  # counting in slots, or a known origin, is the reason for the different size
-        yield from _fits.one_size(call, spec, form, actual)
+    found += (cases := list(_fits.another_case(call, spec, form, value)))
+    yield from cases
+    sizes = list(_fits.one_size(call, spec, form, actual))
+    if not found:  # each of these is the reason for the different size
+        found += sizes
+        yield from sizes
     if form.variadic or any(not isinstance(e, int) for e in expected):
-        yield from _fits.another_case(call, spec, form, value)
         return
     wanted = [int(e) for e in expected]
     yield from _axes.permuted(name, labels, actual, wanted)
     yield from _axes.regrouped(name, labels, actual, wanted)
     yield from _unpadded(call, spec, form, actual)
-    yield from _fits.another_case(call, spec, form, value)
     yield from _fits.another_argument(call, spec, value)
     yield from _fits.another_layout(call, spec, form, value)
-    yield from _axes.packed(name, labels, actual, wanted, value.element_size())
-    yield from _axes.rounded(name, labels, actual, wanted)
+    if value.dtype in (torch.uint8, torch.int8):
+        yield from _axes.packed(name, labels, actual, wanted)
+    if not found:
+        yield from _axes.rounded(name, labels, actual, wanted)
 
 
 def _joined(found: Iterator[Found], call: Call, spec: TensorSpec, form: Form) -> tuple[str | None, str | None]:
@@ -105,13 +109,14 @@ def _units(call: Call, form: Form, name: str) -> list[str]:
 def _unpadded(call: Call, spec: TensorSpec, form: Form, actual: list[int]) -> Iterator[Found]:
     """The logical shape, where the layout rounds sizes up."""
     sizes = [None if s is None else _without_padding(s) for s in form.sizes]
-    if all(a == b for a, b in zip(sizes, form.sizes, strict=True)):
-        return
-    plain = [call.number(s) for s in sizes]
-    if plain == actual:
-        rounded = ", ".join(
-            brief(old) for old, new in zip(form.sizes, sizes, strict=True) if old is not None and old != new
-        )
+    pads = dict(form.layout.rules.pad) if form.layout is not None and form.layout.concrete else {}
+    sizes = [form.layout.size_of(n) if n in pads else s for n, s in zip(form.labels, sizes, strict=True)]  # type: ignore[union-attr]
+    rounded = ", ".join(
+        f"{label} to a multiple of {brief(pads[label])}" if label in pads else brief(old)
+        for label, old, new in zip(form.labels, form.sizes, sizes, strict=True)
+        if old is not None and old != new
+    )
+    if rounded and [call.number(s) for s in sizes] == actual:
         yield f"{spec.name} has the logical, unpadded shape; needed is the padded one: {rounded}", None
 
 
@@ -161,15 +166,16 @@ def dtype(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> tupl
             "e4m3fn and e4m3fnuz are different codes: the same bits mean half the value in fnuz",
             f"quantise {name} to {short(wanted)}",
         )
-    several = _carried(form, value, call)
+    several = packed_into(call, form, value)
     if several is not None:
         return several, f"if its bytes are {short(wanted)}, pass {name}.view(torch.{short(wanted)})"
     bytes_ = (torch.uint8, torch.int8)
     if wanted.is_floating_point and got in bytes_ and wanted.itemsize == 1:
         return None, f"if its bytes are {short(wanted)}, pass {name}.view(torch.{short(wanted)})"
     if not wanted.is_floating_point and not got.is_floating_point:
-        entries = f"read as {short(wanted)}, each {short(got)} is {got.itemsize} / {wanted.itemsize} entries"
-        return entries if got.itemsize > wanted.itemsize else None, f"pass {name}.to(torch.{short(wanted)})"
+        ratio = got.itemsize // wanted.itemsize
+        entries = f"read as {short(wanted)}, each {short(got)} is {ratio} entries"
+        return entries if ratio > 1 else None, f"pass {name}.to(torch.{short(wanted)})"
     if wanted.is_floating_point and wanted.itemsize > 1 == got.itemsize and got.is_floating_point:
         return f"{name} is quantised already: {short(got)} has 8 bits", f"pass {name} before it is quantised"
     if got.is_floating_point and wanted.itemsize == 1 < got.itemsize:
@@ -181,7 +187,7 @@ def dtype(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> tupl
     return None, f"pass {name} as {short(wanted)}"
 
 
-def _carried(form: Form, value: torch.Tensor, call: Call) -> str | None:
+def packed_into(call: Call, form: Form, value: torch.Tensor) -> str | None:
     """Several elements in one wider integer: as many bytes as needed, fewer elements."""
     assert form.dtypes is not None
     wanted, got = form.dtypes[0], value.dtype
@@ -191,7 +197,8 @@ def _carried(form: Form, value: torch.Tensor, call: Call) -> str | None:
     ratio = got.itemsize // wanted.itemsize
     if [*value.shape[:-1], value.shape[-1] * ratio] != expected:
         return None
-    return f"{ratio} {_dtypes.short(wanted)} are packed into each {_dtypes.short(got)}: {value.shape[-1]} * {ratio} = {expected[-1]}"
+    counted = f"{value.shape[-1]} * {ratio} = {expected[-1]}"
+    return f"{ratio} {_dtypes.short(wanted)} are packed into each {_dtypes.short(got)}: {counted}"
 
 
 # --- strides ----------------------------------------------------------------------------------------------------------
@@ -211,7 +218,7 @@ def stride(
         fix = f"copy {name} into {call.wanted(spec, form)}"
     single = [i for i in wrong if sizes[i] == 1]
     if single == wrong:
-        return one_stride(name, form, value, wrong, [e for e in expected])
+        return one_stride(name, form, value, wrong, expected)
     if 0 in [strides[i] for i in wrong if sizes[i] > 1]:
         return f"{name} is an expanded view: elements share memory", fix
     large = [i for i in range(len(sizes)) if sizes[i] > 1]
@@ -244,7 +251,7 @@ def one_stride(
     """A stride that counts although its axis has size 1: torch lets it be anything, and .contiguous() keeps it."""
     strides = list(value.stride())
     for i in wrong:
-        inner = [j for j in range(i + 1, value.dim())]
+        inner = range(i + 1, value.dim())
         strides[i] = expected[i] if i < len(expected) and isinstance(expected[i], int) else _extent(value, inner)
     which = ", ".join(form.labels[i] for i in wrong)
     return (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _manifest, _mode, _tags
+from layoutcheck import _manifest, _mode, _tags, _twins
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, source
 from layoutcheck._dtypes import Element
@@ -163,6 +163,9 @@ class _Writer:
         if form.int32:
             reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in form.int32)
             tests.append(f"({x}.numel() == 0 or {reach} <= {INT32_MAX})")
+        if (reader := _twins.reader(form.layout, form.dims)) is not None:
+            sizes = ", ".join([x, *(self.size(e) for _, e in form.dims)])
+            tests.append(f"(_compiling() or {self.constant(reader)}({sizes}))")
         return tests
 
     def shape(self, x: str, form: Form, bound: set[str]) -> list[str]:
@@ -362,7 +365,7 @@ def _body(w: _Writer) -> None:
         elif step.kind == "default":
             w.lines.append(f"{w.local(step.name)} = {step.index}")
     for name, scalar in c.scalars.items():
-        if test := _scalar(w, name, scalar):
+        if test := _scalar(w, w.local(name), scalar):
             tests.append(f"({name} is None or {test})" if scalar.optional else test)
     required = [s for s in c.tensors.values() if not s.optional]
     for spec in required:
@@ -396,6 +399,8 @@ def _used(name: str, c: Contract) -> bool:
     for spec in c.tensors.values():
         for _, form in spec.forms:
             exprs = [*form.sizes, *(form.strides or ()), *form.inner, *(e for _, e in form.align)]
+            if _twins.reader(form.layout, form.dims) is not None:
+                exprs += [e for _, e in form.dims]
             if any(e is not None and name in names(e) for e in exprs):
                 return True
     others = [s.expr for s in c.steps if s.expr is not None and s.name != name]

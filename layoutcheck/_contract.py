@@ -67,7 +67,7 @@ class Contract:
         values |= {name: fn(**values) for name, fn in self.derive.items()}
         return values
 
-    def violations(self, *args: Any, **kwargs: Any) -> list[Violation]:
+    def violations(self, /, *args: Any, **kwargs: Any) -> list[Violation]:
         """Every rule that a call with these arguments breaks; nothing is called."""
         from layoutcheck import _explain
 
@@ -332,13 +332,18 @@ def _guarded(fn: Any, made: Contract) -> Any:
     return wrapper
 
 
-def check_tensor(layout: Layout, tensor: torch.Tensor, known: Mapping[str, int]) -> dict[str, int]:
-    """``Layout.check``: one tensor against one layout; returns the sizes that it was solved for."""
+def check_tensor(
+    layout: Layout, tensor: torch.Tensor, known: Mapping[str, int], *, memory: bool = True
+) -> dict[str, int]:
+    """``Layout.check``: one tensor against one layout; returns the sizes that it was solved for.
+
+    Without ``memory`` it does not matter what its memory is known to hold.
+    """
     made = _tensor_contract(layout, tuple(sorted(known)))
     values = {"tensor": tensor, **known}
     from layoutcheck import _call, _explain
 
-    if found := _explain.explain(made, values):
+    if found := _explain.explain(made, values, memory=memory):
         raise LayoutError(layout.name, found)
     solved = _call.solve(made, values)[0]
     return {name.removeprefix("tensor."): int(value) for name, value in solved.items() if ".shape[" not in name}

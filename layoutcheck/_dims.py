@@ -78,8 +78,8 @@ _COMPARE = {
     ast.IsNot: "!=",
 }
 _SIZE_FUNCTIONS = {"cdiv": 2, "align": 2, "min": 2, "max": 2}
-_ARGUMENT_FUNCTIONS = {"given": 1, "dtype": 1, "numel": 1, "len": 1, "sum": 1, "tag": 2, "tags": 2}
-_FUNCTIONS = _SIZE_FUNCTIONS | _ARGUMENT_FUNCTIONS | {"pow2": 1}
+ARGUMENT_FUNCTIONS = {"given": 1, "dtype": 1, "numel": 1, "len": 1, "sum": 1, "tag": 2, "tags": 2}
+_FUNCTIONS = _SIZE_FUNCTIONS | ARGUMENT_FUNCTIONS | {"pow2": 1}
 _MAY_BE_NAMES = ("len", "sum", "tag", "tags")  # words that a size or an argument may well have for a name
 _PRECEDENCE = {"or": 1, "and": 2, "not": 3, "+": 5, "-": 5, "*": 6, "/": 6, "//": 6, "%": 6} | dict.fromkeys(
     _COMPARE.values(), 4
@@ -214,7 +214,7 @@ def _convert(node: ast.expr, text: str, depth: int) -> Expr:
                 raise fail(f"the function {name!r}")
             if len(args) != arity:
                 raise fail(f"{len(args)} arguments for {name}, which takes {arity}")
-            if name in _ARGUMENT_FUNCTIONS:
+            if name in ARGUMENT_FUNCTIONS:
                 of, *facts = (go(a) for a in args)
                 if not isinstance(of, Name):
                     raise fail(f"{name}(...) of something that is not an argument's name")
@@ -313,7 +313,7 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     match expr:
         case Name(name):
             return values.get(name, expr)
-        case Op(op, args) if op not in _ARGUMENT_FUNCTIONS:
+        case Op(op, args) if op not in ARGUMENT_FUNCTIONS:
             return op_(op, *(substitute(a, values) for a in args))
     return expr
 
@@ -323,7 +323,7 @@ def names(expr: Expr) -> Iterator[str]:
     match expr:
         case Name(name):
             yield name
-        case Op(op, args) if op not in _ARGUMENT_FUNCTIONS:
+        case Op(op, args) if op not in ARGUMENT_FUNCTIONS:
             for arg in args:
                 yield from names(arg)
 
@@ -337,7 +337,7 @@ def arguments(expr: Expr) -> Iterator[str]:
 def calls(expr: Expr) -> Iterator[Op]:
     """Every given(x), dtype(x), numel(x), ... in the expression."""
     if isinstance(expr, Op):
-        if expr.op in _ARGUMENT_FUNCTIONS:
+        if expr.op in ARGUMENT_FUNCTIONS:
             yield expr
         else:
             for arg in expr.args:
@@ -373,6 +373,7 @@ def divisions(expr: Expr) -> Iterator[Op]:
             yield expr
 
 
+@lru_cache(maxsize=4096)
 def isolate(left: Expr, right: Expr, unknown: str) -> Expr | None:
     """``unknown`` as an expression of the rest, from ``left == right``; None where it cannot be isolated.
 
@@ -423,13 +424,13 @@ class Equation:
 def plan(known: Iterable[str], equations: Iterable[Equation]) -> list[tuple[str, Expr, Equation]]:
     """What follows from the known names, in an order in which it can be computed: (name, expression, equation)."""
     known = set(known)
-    waiting = list(equations)
+    waiting = [(e, frozenset((*names(e.left), *names(e.right)))) for e in equations]
     steps = []
     progress = True
     while progress:
         progress = False
-        for equation in waiting:
-            unknown = {n for side in (equation.left, equation.right) for n in names(side)} - known
+        for i, (equation, about) in enumerate(waiting):
+            unknown = about - known
             if len(unknown) != 1:
                 continue
             (name,) = unknown
@@ -437,7 +438,7 @@ def plan(known: Iterable[str], equations: Iterable[Equation]) -> list[tuple[str,
             if expr is not None:
                 steps.append((name, expr, equation))
                 known.add(name)
-                waiting.remove(equation)
+                del waiting[i]
                 progress = True
                 break
     return steps
@@ -463,8 +464,10 @@ def evaluate(expr: Expr, values: Mapping[str, Any], args: Mapping[str, Any] | No
             return None if value is None else _dtypes.of(value.dtype)
         case Op("numel", (Name(name),)):
             return (args or {})[name].numel()
-        case Op("len" | "sum" as op, (Name(name),)):
-            return {"len": len, "sum": sum}[op]((args or {})[name])
+        case Op("len", (Name(name),)):
+            return len((args or {})[name])
+        case Op("sum", (Name(name),)):
+            return sum((args or {})[name])
         case Op("tag", (Name(name), Const(fact))):
             return _tags.fact((args or {}).get(name), fact)
         case Op("tags", (Name(name), Const(fact))):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _causes, _compile, _dtypes, _relations
+from layoutcheck import _causes, _compile, _dtypes, _relations, _suspects, _twins
 from layoutcheck._call import Call
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names
@@ -22,9 +22,19 @@ from layoutcheck._solve import Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec, type_text
 
 
-def explain(contract: Contract, arguments: Mapping[str, Any]) -> list[Violation]:
-    """Every rule that the call breaks, in the order of the arguments."""
-    return list(_violations(Call(contract, arguments)))
+def explain(contract: Contract, arguments: Mapping[str, Any], *, memory: bool = True) -> list[Violation]:
+    """Every rule that the call breaks, in the order of the arguments.
+
+    Without ``memory``, what is known of the tensors' memory is not asked.
+    """
+    call = Call(contract, arguments, memory=memory)
+    found = list(_violations(call))
+    return _suspects.explained(call, found, lambda given: _holds(contract, given)) if found else found
+
+
+def _holds(contract: Contract, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call breaks no rule; nothing is explained."""
+    return next(_violations(Call(contract, arguments, words=False, memory=False)), None) is None
 
 
 def explain_result(contract: Contract, result: Any, arguments: Mapping[str, Any]) -> list[Violation]:
@@ -63,8 +73,8 @@ def _violations(call: Call) -> Iterator[Violation]:
     yield from _relations.device(call)
     absent = {v.argument for v in collected if v.rule == "presence"}
     for under, rule in call.contract.conditions:
-        if isinstance(rule, Condition) and absent & set(mentioned(rule.expr)):
-            continue  # what is missing has no element type to speak of
+        if absent & {n for r in (*under, rule) if isinstance(r, Condition) for n in mentioned(r.expr)}:
+            continue  # what is missing has no element type that could be wrong
         if all(call.holds(u) for u in under):
             for v in _relations.rule(call, under, rule, broken):
                 if v.rule != "presence" or v.argument not in absent:  # once is enough
@@ -90,7 +100,8 @@ def _scalar(call: Call, spec: ScalarSpec, value: Any) -> list[Violation]:
     text = type_text(spec)
     got = f"{value!r:.60} ({type(value).__name__})"
     rule: Any = "presence" if value is None else "value"
-    return [Violation(spec.name, rule, text, got, headline=f"{spec.name} must be {text}")]
+    fix = f"pass {spec.name} as {text}"
+    return [Violation(spec.name, rule, text, got, None, fix, headline=f"{spec.name} must be {text}")]
 
 
 def _tensor(call: Call, spec: TensorSpec, value: Any) -> list[Violation]:
@@ -109,10 +120,13 @@ def _tensor(call: Call, spec: TensorSpec, value: Any) -> list[Violation]:
         ]  # fmt: skip
     if not isinstance(value, torch.Tensor):
         what = f"{type(value).__module__}.{type(value).__qualname__}"
-        return [Violation(name, "dtype", "torch.Tensor", what, headline=f"{name} must be a torch.Tensor, got {what}")]
+        headline = f"{name} must be a torch.Tensor, got {what}"
+        return [Violation(name, "dtype", "torch.Tensor", what, None, f"pass torch.as_tensor({name})", headline, ())]
     found = []
     if form.dtypes is not None and value.dtype not in form.dtypes:
         found.append(_dtype(call, spec, form, value))
+        if _causes.packed_into(call, form, value):  # the same bytes: its shape is not another mistake
+            return found
     for size in form.sizes:
         try:
             evaluate(size, call.values) if size is not None else None
@@ -126,7 +140,26 @@ def _tensor(call: Call, spec: TensorSpec, value: Any) -> list[Violation]:
         found.append(shape)
     elif form.strides is not None:
         found += _strides(call, spec, form, value)
+    if not found and (twin := _twin(call, spec, form, value)) is not None:
+        found.append(twin)
     return found
+
+
+def _twin(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Violation | None:
+    """Memory that is known to be laid out otherwise, although shape, dtype and strides are right."""
+    reader = None if torch.compiler.is_compiling() or not call.memory else _twins.reader(form.layout, form.dims)
+    dims = call.layout_dims(form)
+    if reader is None or dims is None or (tag := reader.conflict(value, tuple(dims.values()))) is None:
+        return None
+    assert form.layout is not None
+    source = f" by {tag.source}" if tag.source else ""
+    written = f"{tag.name} ({tag.layout})" if tag.layout is not None else str(tag.name)
+    return Violation(
+        spec.name, "layout", f"{form.text} ({form.layout})", written,
+        f"its memory was laid out as {tag.name}{source}; the shape is the same in both",
+        f"write {spec.name} as {form.text}, or read it as {tag.name}",
+        headline=f"{spec.name} is not laid out as {form.text}",
+    )  # fmt: skip
 
 
 def _no_case(call: Call, spec: TensorSpec) -> Violation:
@@ -134,27 +167,30 @@ def _no_case(call: Call, spec: TensorSpec) -> Violation:
     used = {n for c, _ in spec.forms if c is not None for n in names(c)}
     got = ", ".join(f"{n} = {call.values.get(n, 'unknown')!r}" for n in sorted(used))
     return Violation(
-        spec.name, "relation", wanted, got, headline=f"{spec.name} has no layout for this call: needs {wanted}"
-    )
+        spec.name, "relation", wanted, got, None, f"choose {', '.join(sorted(used))} so that {wanted}",
+        headline=f"{spec.name} has no layout for this call: needs {wanted}", body=(f"got      {got}",),
+    )  # fmt: skip
 
 
 def _dtype(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Violation:
     assert form.dtypes is not None
     wanted = " or ".join(_dtypes.short(d) for d in form.dtypes)
     got = _dtypes.short(value.dtype)
-    cause, fix = _causes.dtype(call, spec, form, value)
+    cause, fix = _causes.dtype(call, spec, form, value) if call.words else (None, None)
     return Violation(
         spec.name, "dtype", wanted, got, cause, fix, headline=f"{spec.name} has the wrong dtype for {form.text}"
     )
 
 
 def _shape(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Violation | None:
-    expected, unknown = call.expected_shape(form, value)
+    expected, _ = call.expected_shape(form, value)
     actual = tuple(value.shape)
     if len(expected) == len(actual) and all(
         e is None or isinstance(e, str) or e == a for e, a in zip(expected, actual, strict=True)
     ):
         return None
+    if not call.words:
+        return Violation(spec.name, "shape", "", "")
     cells = [str(e) if e is not None else "_" for e in expected]
     labels = list(form.labels)
     if form.variadic:
@@ -218,7 +254,7 @@ def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> I
             expected[at] = f">={found[1]}"
     if wrong and value.numel():
         shown = [str(e) for e in expected]
-        cause, fix = _causes.stride(call, spec, form, value, expected, wrong)
+        cause, fix = _causes.stride(call, spec, form, value, expected, wrong) if call.words else (None, None)
         first = wrong[0]
         text = f" of {form.labels[first]}" if len(wrong) == 1 else ""
         body: tuple[str, ...]
@@ -229,7 +265,7 @@ def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> I
             )
         else:
             rows = [
-                ("expected", shown, _pitch_remark(call, form, first)),
+                ("expected", shown, _pitch_remark(call, spec, form, first)),
                 ("got", [str(s) for s in value.stride()], ""),
             ]
             body = table(form.labels, rows)
@@ -241,11 +277,11 @@ def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> I
     yield from _overflow(call, spec, form, value)
 
 
-def _pitch_remark(call: Call, form: Form, index: int) -> str:
+def _pitch_remark(call: Call, spec: TensorSpec, form: Form, index: int) -> str:
     stride = form.strides[index] if form.strides else None
     if stride is None or isinstance(stride, Const):
         return "strides, in elements"
-    return call.reason(f"stride of {form.labels[index]}", stride) or "strides, in elements"
+    return call.reason(f"stride of {form.labels[index]}", stride, spec.name) or "strides, in elements"
 
 
 def _alignment(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Violation]:
@@ -257,10 +293,11 @@ def _alignment(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) ->
         if index is None:
             if value.device.type == "meta" or torch.compiler.is_compiling() or value.data_ptr() % wanted == 0:
                 continue
-            got, what = value.data_ptr() % wanted, "address"
+            got, what = value.data_ptr() % wanted, "base address"
             offset = value.storage_offset() * value.element_size()
             cause = f"{name} starts {offset} bytes into its storage" if offset % wanted else None
-            fix = f"start {name} at a multiple of {wanted} bytes, or copy it: {name}.clone()"
+            fix = f"start {name} at a multiple of {wanted} bytes"
+            fix += "" if spec.writes is not None else f", or copy it: {name}.clone()"
             yield Violation(
                 name, "alignment", f"{what} % {wanted} == 0", f"{what} % {wanted} = {got}", cause, fix,
                 headline=f"{name} is not aligned for {form.text}",
@@ -290,10 +327,10 @@ def _overflow(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> 
     label, count, stride = form.labels[outer], value.shape[outer], value.stride(outer)
     rest = reach - (count - 1) * stride
     last = (_compile.INT32_MAX - rest) // stride
-    text = f"({count} - 1) * {stride}" + (f" + {rest}" if rest else "")
+    text = f"{reach} = ({count} - 1) * {stride}" + (f" + {rest}" if rest else "")
     yield Violation(
-        spec.name, "overflow", f"offsets <= {_compile.INT32_MAX} (int32)", f"{text} = {reach}",
+        spec.name, "overflow", f"offsets <= {_compile.INT32_MAX} (int32)", text,
         f"{label} * {stride} is computed in 32 bits: {label} {last} is the last that is safe",
-        f"use at most {last + 1} {label}s, or a kernel with 64-bit offsets (offsets='int64' in the layout)",
+        f"use at most {last + 1} {label.rstrip('s')}s, or a kernel with 64-bit offsets (offsets='int64' in the layout)",
         headline=f"{spec.name} is too large for 32-bit offsets",
     )  # fmt: skip

@@ -5,19 +5,20 @@ Each is solved, not guessed: all other sizes of the call stay as they are, and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from layoutcheck import _tags
 from layoutcheck._axes import Found
 from layoutcheck._call import Call, is_int
-from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names, plan
+from layoutcheck._dims import Const, Equation, Expr, Inexact, brief, evaluate, isolate, names
 from layoutcheck._layout import Layout
 from layoutcheck._solve import Step
 from layoutcheck._specs import Form, TensorSpec
 
-_GROWS = ("slot", "page", "row", "token", "block")
+GROWS = ("slot", "page", "row", "token", "block")
 
 
 def one_size(call: Call, spec: TensorSpec, form: Form, actual: list[int]) -> Iterator[Found]:
@@ -26,7 +27,7 @@ def one_size(call: Call, spec: TensorSpec, form: Form, actual: list[int]) -> Ite
         return
     seen = _seen(form, actual)
     roots = [s for s in _roots(call) if s.argument != spec.name]
-    equations = [*seen, *_equations(call, form)]
+    equations = _with_names([*seen, *_equations(call, form)])
     for root in roots:
         known = {s.name: call.values[s.name] for s in roots if s is not root}
         solved = consistent(known, equations)
@@ -36,28 +37,37 @@ def one_size(call: Call, spec: TensorSpec, form: Form, actual: list[int]) -> Ite
         fits = solved[root.name]
         if fits < 0:
             continue
+        call.fits.setdefault((root.name, fits), set()).add(spec.name)
         where = f" ({call.source_of(root.name)})" if call.source_of(root.name) else ""
         text = f"{spec.name} fits {root.name} = {fits}; this call has {root.name} = {now}{where}"
-        if root.name in _GROWS and fits < now:
+        if root.name in GROWS and fits < now:
             holder = call.source_of(root.name) or "the cache"
             text += f". It was allocated before {holder} grew, or for another one"
         yield text, f"allocate {spec.name} for {root.name} = {now}: {call.wanted(spec, form)}"
 
 
 def another_case(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Found]:
-    """Another case of the same choice fits."""
+    """Another case of the same choice fits, with the sizes that its condition asks for."""
+    deciding = dict.fromkeys(n for c, _ in spec.forms if c is not None for n in names(c))
     for condition, other in spec.forms:
-        if other is form or not _fits(call, other, value):
+        if other is form or (solved := _fitted(call, spec, other, value, deciding)) is None:
             continue
-        holds = [c for c, f in spec.forms if f is form and c is not None]
-        which = f"is for {brief(condition)}" if condition is not None else f"is for not {brief(spec.forms[0][0])}"  # type: ignore[arg-type]
-        used = dict.fromkeys(n for c, _ in spec.forms if c is not None for n in names(c))
-        now = ", ".join(f"{n} = {call.values[n]!r}" for n in used if n in call.values)
-        mine = f", with {brief(holds[0])}" if holds and not now else ""
-        yield (
-            f"{spec.name} fits {other.text}, which {which}; this call has {now or form.text}{mine}",
-            f"pass {call.wanted(spec, form)}",
-        )
+        if condition is not None and not _may_hold(condition, {**call.values, **solved}, call.arguments):
+            continue
+        with_ = ", ".join(f"{n} = {solved[n]}" for n in deciding if n in solved and solved[n] != call.values.get(n))
+        which = f" with {with_}" if with_ else f", for {brief(condition)}" if condition is not None and deciding else ""
+        now = ", ".join(f"{n} = {call.values[n]!r}" for n in deciding if n in call.values)
+        text = f"{spec.name} fits {other.text}{which}; this call " + (f"has {now}" if now else f"asks for {form.text}")
+        yield text, f"pass {call.wanted(spec, form)}"
+
+
+def _may_hold(condition: Expr, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether a case's condition holds for the solved sizes; one that speaks of no number may always."""
+    try:
+        numeric = [n for n in names(condition) if is_int(values.get(n))]
+        return not numeric or bool(evaluate(condition, values, arguments))
+    except (KeyError, Inexact, TypeError):
+        return False
 
 
 def another_argument(call: Call, spec: TensorSpec, value: torch.Tensor) -> Iterator[Found]:
@@ -71,8 +81,8 @@ def another_argument(call: Call, spec: TensorSpec, value: torch.Tensor) -> Itera
         if isinstance(theirs, torch.Tensor) and not _is(call, form, theirs) and _is(call, mine, theirs):
             text = f"{spec.name} and {other.name} are swapped: each has the shape and dtype of the other"
             yield text, f"swap {spec.name} and {other.name}"
-        elif isinstance(theirs, torch.Tensor) and theirs.shape == value.shape and theirs.data_ptr() == value.data_ptr():
-            yield f"{spec.name} is {other.name}: the same memory", f"pass {call.wanted(spec, mine)}"
+        elif spec.name in call.arguments and _tags.shared(value, theirs):
+            yield f"{spec.name} is the memory of {other.name}", f"pass {call.wanted(spec, mine)}"
 
 
 def another_layout(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Found]:
@@ -88,7 +98,7 @@ def another_layout(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor
             continue
         if len(entry.tensor_dims) != value.dim():
             continue
-        sizes = consistent({n: known[n] for n in entry.dims} | dict(entry.rules.default), list(entry.equations))
+        sizes = consistent({n: known[n] for n in entry.dims} | dict(entry.rules.default), _with_names(entry.equations))
         if sizes is None:
             continue
         try:
@@ -107,17 +117,18 @@ def _is(call: Call, form: Form, value: torch.Tensor) -> bool:
     return fits and form.dtypes is not None and value.dtype in form.dtypes
 
 
-def _fits(call: Call, form: Form, value: torch.Tensor) -> bool:
-    """Whether a form that this call does not use fits a tensor, with every size of the call kept."""
+def _fitted(
+    call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, free: Container[str]
+) -> dict[str, int] | None:
+    """The sizes with which a form that this call does not use fits a tensor: all but ``free`` are the call's own."""
     if form.variadic or len(form.sizes) != value.dim():
-        return False
+        return None
     if form.dtypes is not None and value.dtype not in form.dtypes:
-        return False
-    known = {s.name: call.values[s.name] for s in _roots(call)}
-    equations = [*_seen(form, list(value.shape)), *_equations(call, form)]
-    solved = consistent(known, equations)
+        return None
+    known = {s.name: call.values[s.name] for s in _roots(call) if s.argument != spec.name and s.name not in free}
+    solved = consistent(known, _with_names([*_seen(form, list(value.shape)), *_equations(call, form)]))
     sizes = [s for s in form.sizes if s is not None]
-    return solved is not None and all(set(names(s)) <= set(solved) for s in sizes)
+    return solved if solved is not None and all(set(names(s)) <= set(solved) for s in sizes) else None
 
 
 def _seen(form: Form, actual: list[int]) -> list[Equation]:
@@ -135,21 +146,30 @@ def _equations(call: Call, form: Form) -> list[Equation]:
     return [q for q in dict.fromkeys(every) if not any(".shape[" in n for n in (*names(q.left), *names(q.right)))]
 
 
-def consistent(known: Mapping[str, Any], equations: list[Equation]) -> dict[str, int] | None:
-    """Every name that follows, or None where the equations contradict each other."""
+def _with_names(equations: Iterable[Equation]) -> list[tuple[Equation, frozenset[str]]]:
+    return [(q, frozenset((*names(q.left), *names(q.right)))) for q in equations]
+
+
+def consistent(known: Mapping[str, Any], equations: list[tuple[Equation, frozenset[str]]]) -> dict[str, Any] | None:
+    """Every name that follows, or None at the first contradiction."""
     values = dict(known)
-    for name, expr, _ in plan(values, equations):
-        try:
-            values[name] = evaluate(expr, values)
-        except Inexact:
-            return None
-    for equation in equations:
-        needed = {n for side in (equation.left, equation.right) for n in names(side)}
-        if not needed <= set(values):
-            continue
-        try:
-            if evaluate(equation.left, values) != evaluate(equation.right, values):
-                return None
-        except Inexact:
-            return None
+    waiting, progress = equations, True
+    try:
+        while progress:
+            progress, rest = False, []
+            for equation, about in waiting:
+                unknown = about - values.keys()
+                if not unknown:
+                    if evaluate(equation.left, values) != evaluate(equation.right, values):
+                        return None
+                    continue
+                expr = isolate(equation.left, equation.right, *unknown) if len(unknown) == 1 else None
+                if expr is None:
+                    rest.append((equation, about))
+                    continue
+                values[next(iter(unknown))] = evaluate(expr, values)
+                progress = True
+            waiting = rest
+    except (Inexact, TypeError):
+        return None
     return values

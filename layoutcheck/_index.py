@@ -242,9 +242,10 @@ def fill_(tensor: torch.Tensor, code: int, bits: int) -> None:
 
 
 def offset_fn(layout: Layout, coordinates: Sequence[str], name: str, strides: tuple[str, ...] = ()) -> Any:
-    """A ``@triton.jit`` function ``name(*coordinates, *, SIZE, ...)`` that returns the offset in elements.
+    """A ``@triton.jit`` function ``name(*coordinates, SIZE, ...)`` that returns the offset in elements.
 
-    Sizes are keyword-only and upper-case, the layout's open dims that the map needs. An axis in ``strides`` takes its
+    Sizes are upper-case and passed by keyword: the layout's open dims that the map needs. (They are not keyword-only,
+    which Triton 3.6 cannot compile.) An axis in ``strides`` takes its
     stride as an argument (``PAGE_STRIDE``), for pages with gaps and for views; those of the other axes stay. The
     outermost term is 64-bit unless the layout says ``offsets="int32"``. Coordinates must be non-negative, as Triton's
     ``//`` truncates.
@@ -308,7 +309,7 @@ def offset_source(layout: Layout, coordinates: Sequence[str], name: str, strides
     keywords = [*sorted(written), *given.values()]
     if taken := {"tl", *keywords} & set(coordinates):
         raise TypeError(f"{layout.name}: a coordinate cannot be called {', '.join(sorted(taken))} in a kernel")
-    signature = ", ".join([*coordinates, *(["*", *keywords] if keywords else [])])
+    signature = ", ".join([*coordinates, *keywords])
     return f"def {name}({signature}):\n    return " + " + ".join(lines or ["0"]) + "\n"
 
 
@@ -355,10 +356,7 @@ def wrong_padding(layout: Layout, tensor: torch.Tensor) -> tuple[dict[str, int] 
 
 
 def elements(layout: Layout, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a tensor of a concrete layout holds, as ``dtype``, with one dimension for each logical axis, padding dropped.
-
-    A copy where one stride cannot show an axis.
-    """
+    """What a tensor of a concrete layout holds, as ``dtype``: one dimension for each logical axis, padding dropped."""
     sizes = [evaluate(layout.size_of(a.name), layout.values) for a in layout.axes]
     padded = [
         evaluate(layout.memory_size(a.name), layout.values) if a.parts else size

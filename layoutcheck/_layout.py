@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _dtypes, _index, _shown
+from layoutcheck import _dtypes, _index, _shown, _tags
 from layoutcheck._dims import (
     Const,
     Equation,
@@ -137,14 +137,17 @@ class Layout:
         def new(expr: Expr) -> Expr:
             return substitute(expr, values)
 
-        old = self.rules
+        old, axes = self.rules, {a.name for axis in self.axes for a in axis.walk()}
         rules = dataclasses.replace(
             old,
             pitch=tuple((a, new(e), b) for a, e, b in old.pitch),
             base=new(old.base),
             align=tuple((a, new(e)) for a, e in old.align),
             pad=tuple((a, new(e)) for a, e in old.pad),
-            public=tuple(_renamed(p, values) for p in old.public),
+            # A part that was renamed and is a number or an expression now has no name that others could share.
+            public=tuple(
+                _renamed(p, values) for p in old.public if p in axes or isinstance(values.get(p, Name(p)), Name)
+            ),
             default=tuple((n, v) for n, v in old.default if n not in values),
             view=tuple(new(e) for e in old.view) if isinstance(old.view, tuple) else old.view,
         )
@@ -489,7 +492,9 @@ class Layout:
         storage = torch.empty(self.nbytes // self.dtype.itemsize, dtype=self._chosen(dtype), device=device)
         if self.rules.fill is not None:
             _index.fill_(storage, self.rules.fill, self.elements[0].bits)
-        return self._show(storage)
+        made = self._show(storage)
+        _tags.remember(made, self)
+        return made
 
     def view(self, raw: torch.Tensor, *, offset: int = 0, dtype: Any = None) -> torch.Tensor:
         """This layout over memory that somebody else allocated: ``raw`` is dense, ``offset`` counts its bytes.
@@ -613,13 +618,15 @@ def _must_hold(name: str, equation: Equation, values: Mapping[str, int] | None =
 
 
 def _remainder(name: str, equation: Equation, error: Inexact) -> LayoutError:
-    rule = Violation(brief(equation.left), "relation", str(equation), str(error), headline=str(error), body=())
+    left, right = (brief(a) for a in error.division.args)
+    fix = f"choose {left} as a multiple of {right}" if error.denominator else f"choose {right} above 0"
+    rule = Violation(brief(equation.left), "relation", str(equation), str(error), None, fix, str(error), ())
     return LayoutError(name, [rule])
 
 
 def _broken(name: str, argument: str, expected: str, got: str) -> LayoutError:
-    headline = f"{expected} is needed, got {got}"
-    return LayoutError(name, [Violation(argument, "relation", expected, got, headline=headline, body=())])
+    headline, fix = f"{expected} is needed, got {got}", f"change or leave out one of the sizes in {expected}"
+    return LayoutError(name, [Violation(argument, "relation", expected, got, None, fix, headline, ())])
 
 
 def _raw_error(name: str, rule: Any, expected: str, got: str) -> LayoutError:

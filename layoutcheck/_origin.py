@@ -40,7 +40,10 @@ def of(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterato
     if other:
         had = ", ".join(f"{n}={v}" for n, v in other.items())
         needs = ", ".join(f"{n}={mine[n]}" for n in other)
+        scalars = all(n in call.contract.scalars for n in other)
+        right = f"allocate it with {needs}: {call.wanted(spec, form)}"
+        whole = call.concrete(form) is not None
         yield (
             f"{spec.name} was allocated{source} with {had}; this call has {needs}",
-            f"allocate it with {needs}: {call.wanted(spec, form)}",
+            f"pass {had}" if scalars and not whole else right,
         )

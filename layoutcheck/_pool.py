@@ -13,15 +13,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from layoutcheck import _layout, _specs
+from layoutcheck import _layout, _manifest, _specs, _tags
 from layoutcheck._choose import Choose
-from layoutcheck._dims import Equation, evaluate, names, parse, plan
+from layoutcheck._dims import Equation, Expr, evaluate, names, parse, plan
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._index import leaf_view
 from layoutcheck._layout import Layout
 from layoutcheck._record import Record
 
 Field = Layout | Choose | Record
+Forms = tuple[tuple[Expr | None, _specs.Form], ...]  # of one field, each with the condition that picks it
 
 
 class Pool:
@@ -35,16 +36,19 @@ class Pool:
     field a list of n buffers; a dim given as a sequence then has one value a layer. ``default`` says what a size is
     where nothing else determines it: ``default = {"v_head_dim": "head_dim"}``.
 
-    ``dims`` are the sizes of the pool by name, ``layers`` the number of layers or None, ``generation`` counts resizes.
+    ``dims`` are the sizes of the pool by name, ``layers`` the number of layers or None, ``generation`` counts resizes,
+    ``resized`` holds what each of them was given.
     """
 
     default: ClassVar[Mapping[str, str]] = {}
     _fields: ClassVar[dict[str, tuple[Field, bool]]] = {}
+    _forms: ClassVar[dict[str, Forms]] = {}
     _given: dict[str, Any]
     _concrete: list[dict[str, Layout | Record | None]]
     dims: dict[str, Any]
     layers: int | None
     generation: int
+    resized: list[dict[str, Any]]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -58,6 +62,10 @@ class Pool:
             if found:
                 fields[name] = (found[0], optional)
         cls._fields = fields
+        cls._forms = {
+            name: _specs._layout_forms(name, field.buffer if isinstance(field, Record) else field)
+            for name, (field, _) in fields.items()
+        }
 
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is made by allocate(...) or over(...)")
@@ -137,6 +145,7 @@ class Pool:
         pool._given = dict(dims)
         pool.layers = layers
         pool.generation = 0
+        pool.resized = []
         pool._concrete = cls._layouts(dims, layers)
         pool.dims = cls._solved(dims, layers)
         made = [
@@ -150,6 +159,10 @@ class Pool:
         for name in self._fields:
             value: Any = [m[name] for m in made] if self.layers is not None else made[0][name]
             setattr(self, name, value)
+        for name, layout, tensor in self.buffers():
+            bytes_ = layout.buffer if isinstance(layout, Record) else layout
+            source = f"{type(self).__name__}.{name}"
+            _tags.remember(tensor, bytes_, source=source, owner=self, generation=self.generation)
 
     @classmethod
     def _per_layer(cls, dims: Mapping[str, Any], layers: int | None) -> Iterator[dict[str, Any]]:
@@ -197,37 +210,42 @@ class Pool:
     @classmethod
     def _all(cls, dims: Mapping[str, Any]) -> dict[str, Any]:
         """Every shared size that follows from the given ones, over all fields."""
-        values = dict(dims)
-        forms = [
-            form
-            for name, (field, _) in cls._fields.items()
-            for _, form in _specs._layout_forms(name, field.buffer if isinstance(field, Record) else field)
-        ]
-        conditions = {
-            n
-            for field, _ in cls._fields.values()
-            if isinstance(field, Choose)
-            for c, _ in field.cases
-            for n in names(c)
-        }
-        known = {n for f in forms for e in f.equations for side in (e.left, e.right) for n in names(side)}
-        known |= {n for f in forms for s in f.sizes if s is not None for n in names(s)} | conditions
+        every = [(c, f) for forms in cls._forms.values() for c, f in forms]
+        known = {n for _, f in every for e in f.equations for side in (e.left, e.right) for n in names(side)}
+        known |= {n for _, f in every for s in f.sizes if s is not None for n in names(s)}
+        known |= {n for c, _ in every if c is not None for n in names(c)}
         for name in dims:
             if name not in known:
                 shown = ", ".join(sorted(n for n in known if "." not in n))
                 raise TypeError(f"{cls.__name__}: {name!r} is no size of this pool ({shown})")
-        shared: list[Equation] = [e for f in forms for e in f.equations]
+        values = dict(dims)
         for defaults in ({}, cls.default):
-            for name, text in defaults.items():
-                if name not in values and set(names(parse(text))) <= set(values):
-                    values[name] = evaluate(parse(text), values)
-            for name, expr, equation in plan([n for n in values if not isinstance(values[n], str)], shared):
-                try:
-                    values[name] = evaluate(expr, values)
-                except ArithmeticError as error:
-                    raise LayoutError(
-                        cls.__name__, [Violation(name, "relation", str(equation), str(error), headline=str(error))]
-                    ) from None
+            before = -1
+            while len(values) > before:  # what is new may decide a choice, and that may say more
+                before = len(values)
+                for name, text in defaults.items():
+                    if name not in values and set(names(parse(text))) <= set(values):
+                        values[name] = evaluate(parse(text), values)
+                equations = [e for forms in cls._forms.values() for e in _equations(forms, values)]
+                for name, expr, equation in plan([n for n in values if not isinstance(values[n], str)], equations):
+                    try:
+                        values[name] = evaluate(expr, values)
+                    except ArithmeticError as error:
+                        raise LayoutError(
+                            cls.__name__,
+                            [
+                                Violation(
+                                    name,
+                                    "relation",
+                                    str(equation),
+                                    str(error),
+                                    None,
+                                    f"choose sizes for which {equation}",
+                                    str(error),
+                                    (),
+                                )
+                            ],
+                        ) from None
         return {n: v for n, v in values.items() if "." not in n}
 
     # --- using -------------------------------------------------------------------------------------------------------
@@ -239,6 +257,10 @@ class Pool:
                 value = getattr(self, name)
                 if layout is not None:
                     yield name, layout, value[i] if self.layers is not None else value
+
+    def manifest(self) -> dict[str, Any]:
+        """This pool as JSON, to be compared with another process's by :func:`layoutcheck.diff`."""
+        return _manifest.manifest(self)
 
     def resize(self, *, device: Any = None, **dims: Any) -> None:
         """Give the pool new sizes: contents are kept where both sizes have them, new space is filled by its rule.
@@ -266,6 +288,7 @@ class Pool:
         self._given, self._concrete = given, new
         self.dims = self._solved(given, self.layers)
         self.generation += 1
+        self.resized.append(dims)
         self._set(made)
 
     def _merged(self, dims: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +314,12 @@ class Pool:
         found = []
         if src.shape != dst.shape or src.dim() != 1:
             got = f"{tuple(src.shape)} and {tuple(dst.shape)}"
-            found.append(Violation("dst", "shape", "one destination for each source, (n,)", got))
+            fix = "pass one destination for each source"
+            found.append(
+                Violation(
+                    "dst", "shape", "src and dst of one length, (n,)", got, None, fix, "dst is not as long as src"
+                )
+            )
         for name, index in (("src", src), ("dst", dst)):
             if (
                 index.device.type == "cpu"
@@ -299,7 +327,8 @@ class Pool:
                 and not (int(index.min()) >= 0 and int(index.max()) < slots)
             ):
                 bad = int(index[(index < 0) | (index >= slots)][0])
-                found.append(Violation(name, "value", f"0 <= {name} < {slots}", str(bad)))
+                fix, headline = f"pass slots below {slots}", f"{name} has a slot that is not there"
+                found.append(Violation(name, "value", f"0 <= {name} < {slots}", str(bad), None, fix, headline))
         if found:
             raise LayoutError(f"{type(self).__name__}.move", found)
         for _, layout, tensor in self.buffers():
@@ -338,12 +367,24 @@ def _picked(field: Field, values: Mapping[str, Any], optional: bool) -> Layout |
     return field.pick(values)
 
 
+def _equations(forms: Forms, values: Mapping[str, Any]) -> tuple[Equation, ...]:
+    """The equations of the form that these sizes pick, as far as they can pick one."""
+    for condition, form in forms:
+        if condition is None:
+            return form.equations
+        if not set(names(condition)) <= set(values):
+            return ()
+        if evaluate(condition, values):
+            return form.equations
+    return ()
+
+
 def _copy(old: Layout | Record, source: torch.Tensor, new: Layout | Record, target: torch.Tensor) -> None:
     """Copy what both layouts have, coordinate by coordinate."""
     if isinstance(old, Record) or isinstance(new, Record):
         assert isinstance(old, Record)
         assert isinstance(new, Record)
-        if old.buffer.order[1:] and _inner(old.buffer) == _inner(new.buffer):
+        if all(old.buffer.values_of(leaf) == new.buffer.values_of(leaf) for leaf in old.buffer.order[1:]):
             return _copy(old.buffer, source, new.buffer, target)
         for name, section in old.split(source).items():
             _copy(old.section(name), section, new.section(name), new.split(target)[name])

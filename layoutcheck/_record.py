@@ -174,6 +174,12 @@ class Record:
         parts = [self.buffer.fingerprint, *(f"{n}:{s.fingerprint}" for n, s in self.sections.items())]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
+    @cached_property
+    def map_fingerprint(self) -> str:
+        """Digest of a concrete record's bytes: the buffer's map, and that of every section."""
+        parts = [self.buffer.map_fingerprint, *(f"{n}:{s.map_fingerprint}" for n, s in self.sections.items())]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
     def __repr__(self) -> str:
         inside = " | ".join(f"{n}: {s.elements[0]}" for n, s in self.sections.items())
         return f"<record {self.name}: {self.buffer}; {inside}>"

@@ -25,17 +25,28 @@ def remainder(call: Call, step: Step, error: Inexact) -> Violation:
         wanted, got = f"{right} != 0", f"{right} = 0"
     else:
         rest = error.numerator % error.denominator
-        wanted, got = f"{left} % {right} == 0", f"{error.numerator} % {error.denominator} = {rest}"
+        wanted = f"{brief(Op('%', division.args))} == 0"
+        got = f"{error.numerator} % {error.denominator} = {rest}"
     sources = [f"{n.rpartition('.')[2]} from {w}" for n in dict.fromkeys(names(division)) if (w := call.source_of(n))]
     where = f" ({', '.join(sources)})" if sources else ""
     spec = call.contract.tensors.get(step.argument)
     text = call.form_of(spec).text if spec and call.form_of(spec) else ""  # type: ignore[union-attr]
     return Violation(
         step.argument, "relation", wanted, got + where,
-        f"{text} needs {step.equation}" if text and step.equation.left != step.equation.right else None,
+        f"{text} needs {step.equation}{_known_side(call, step)}" if text and step.equation.left != step.equation.right
+        else None,
         f"choose {left} as a multiple of {error.denominator}" if error.denominator else f"pass a {right} above 0",
         headline=f"{step.argument}: {wanted} is needed",
     )  # fmt: skip
+
+
+def _known_side(call: Call, step: Step) -> str:
+    """``, and K / tp is 64``: the number that should have divided."""
+    assert step.equation is not None
+    for side in (step.equation.left, step.equation.right):
+        if isinstance(side, Op) and (value := call.number(side)) is not None:
+            return f", and {brief(side)} is {brief(filled(side, call.values))} = {value}"
+    return ""
 
 
 def equation(call: Call, check: Check) -> Violation | None:
@@ -169,7 +180,7 @@ def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
     argument = _owner(call, expr, used)
     got = detail or _sides(call, expr) or ", ".join(facts)
     rule = _kind(call, expr, used)
-    more = f": {', '.join(facts)}" if got != ", ".join(facts) and got not in facts else ""
+    more = f": {', '.join(facts)}" if facts and got != ", ".join(facts) and got not in facts else ""
     words = _words(expr)
     return Violation(
         argument, rule, words, got, _wrong_number(call, expr), _fix(call, expr, argument),
@@ -181,9 +192,11 @@ def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
 def _words(expr: Expr) -> str:
     match expr:
         case Op("pow2", (a,)):
-            return f"{brief(a)} a power of two"
+            return f"a power of two as {brief(a)}"
         case Op("==", (Op("numel", (Name(n),)), Const(1))):
             return f"one element in {n}"
+        case Op("==", (Op("len", (Name(n),)), count)):
+            return f"len({n}) == {brief(count)}"
     return brief(expr)
 
 
@@ -198,6 +211,9 @@ def _wrong_number(call: Call, expr: Expr) -> str | None:
 def _kind(call: Call, expr: Expr, used: list[str]) -> Rule:
     """What a condition speaks of: an element type, the sizes of one tensor, or a relation."""
     about = {c.op for c in calls(expr)}
+    if about == {"len"}:
+        counted = [call.contract.signature.parameters.get(n) for n in arguments(expr)]
+        return "presence" if any(p is not None and p.kind is p.VAR_POSITIONAL for p in counted) else "shape"
     if about:
         return "dtype" if "dtype" in about else "shape" if about == {"numel"} and not used else "relation"
     sources = {call.source_of(name) for name in used}
@@ -219,8 +235,7 @@ def _tagged(call: Call, expr: Expr, op: str, operands: tuple[Expr, ...], why: st
     got = f"{name} has {fact} {_shown(value)}" if value not in (None, ()) else f"{name} has no tag {fact}"
     if others:
         other, _ = others[0]
-        theirs = _tags.fact(call.arguments.get(other), fact)
-        wanted = f"the same {fact} as {other}, which has {_shown(theirs)}"
+        wanted = f"{fact} {_shown(_tags.fact(call.arguments.get(other), fact))}, as {other} has"
     elif op == "==":
         wanted = " or ".join(_shown(evaluate(o, call.values, call.arguments)) for o in operands if not _is_tag(o))
         sources = [n for o in operands for n in names(o)]
@@ -229,25 +244,25 @@ def _tagged(call: Call, expr: Expr, op: str, operands: tuple[Expr, ...], why: st
         wanted = brief(expr)
     cause = None
     if about[0].op == "tags":
-        shared = [n for n in call.contract.tensors if n != name and _same_memory(call.arguments, name, n)]
+        shared = [
+            n
+            for n in call.contract.tensors
+            if n != name and _tags.shared(call.arguments.get(name), call.arguments.get(n))
+        ]
         cause = f"{name} shares its memory with {', '.join(shared)}" if shared else None
-    fix = f"pass {name} with {wanted}" if value is not None else f"layoutcheck.tag({name}, {fact}=...) where it is written"
+    fix = (
+        f"pass {name} with {wanted}"
+        if value is not None
+        else f"layoutcheck.tag({name}, {fact}=...) where it is written"
+    )
     if others:
         fix = f"write, move or resize {name} and {others[0][0]} in the same step"
     elif about[0].op == "tags":
-        fix = f"pass a {name} with memory of its own, or skip the call"
+        fix = f"give {name} memory of its own, or skip the call"
     return Violation(
         name, _TAG_RULES.get(fact, "relation"), wanted, got, cause, fix,
-        headline=f"{name}: {wanted} is needed{why}, but {got}", body=(),
+        headline=f"{got}; needed is {wanted}{why}", body=(),
     )  # fmt: skip
-
-
-def _same_memory(given: Any, a: str, b: str) -> bool:
-    x, y = given.get(a), given.get(b)
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return False
-    (start, stop), (other, end) = _tags.extent(x), _tags.extent(y)
-    return x.untyped_storage() is y.untyped_storage() and start < end and other < stop
 
 
 def _each(call: Call, rule: Each, because: str) -> Iterator[Violation]:
@@ -327,18 +342,29 @@ def _sides(call: Call, expr: Expr) -> str:
         a, b = evaluate(left, call.values, call.arguments), evaluate(right, call.values, call.arguments)
     except (KeyError, Inexact, TypeError):
         return ""
-    given = brief(filled(left, call.values))
-    text = f"{given} = {a}" if isinstance(left, Op) else _shown(a)
-    return text if isinstance(right, Const) else f"{text} and {brief(filled(right, call.values))} = {b}"
+    if not isinstance(left, Op) and not isinstance(right, Op):
+        return ""  # the names and their numbers say it all
+    sides = [(left, a)] if isinstance(right, Const) else [(left, a), (right, b)]
+    return " and ".join(f"{brief(filled(e, call.values))} = {v}" if isinstance(e, Op) else _shown(v) for e, v in sides)
 
 
 def _fix(call: Call, expr: Expr, argument: str) -> str | None:
     match expr:
         case Op("==", (Op("%", (a, Const(n))), Const(0))):
             return f"choose {brief(a)} as a multiple of {n}"
-        case Op("==", (Name(n), Const(v))):
-            return f"pass {n} = {_shown(v)}"
-    return f"change {argument} so that {_words(expr)} holds"
+        case Op("==", (Name(n), other)) if n in call.contract.scalars:
+            try:
+                return f"pass {n} = {_shown(evaluate(other, call.values, call.arguments))}"
+            except (KeyError, Inexact, TypeError):
+                pass
+        case Op("==" | "in", (Name(n), Const() | Op("tuple"))) if argument not in call.contract.tensors:
+            return f"pass {brief(expr)}"
+        case Op("==", (Op("len", (Name(n),)), count)):
+            try:
+                return f"pass {evaluate(count, call.values, call.arguments)} values in {n}; the others by keyword"
+            except (KeyError, Inexact, TypeError):
+                pass
+    return f"pass {argument} with {_words(expr)}"
 
 
 def _no_overlap(call: Call, args: tuple[str, ...]) -> Iterator[Violation]:
@@ -348,7 +374,7 @@ def _no_overlap(call: Call, args: tuple[str, ...]) -> Iterator[Violation]:
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _compile.overlap(a, b):
                 yield Violation(
                     second, "relation", f"memory apart from {first}", f"shares memory with {first}", None,
-                    f"pass a {second} with memory of its own", headline=f"{second} overlaps {first}",
+                    f"give {second} memory of its own", headline=f"{second} overlaps {first}",
                 )  # fmt: skip
 
 

@@ -58,9 +58,12 @@ def tag(tensor: torch.Tensor, layout: Layout | Record | str | None = None, /, **
     others. Contracts read tags with ``tag(x, "version")`` and ``tags(x, "written")`` in their conditions; where another
     layout of the catalogue has the same shape and dtype, a guard compares the layout as well.
     """
-    if not isinstance(layout, str) and layout is not None:
-        solved = layout.check(tensor)
-        layout = layout(**{name: solved[name] for name in layout.dims})
+    if layout is not None and not isinstance(layout, str):
+        declared: Layout = getattr(layout, "buffer", layout)  # of a record, the bytes
+        from layoutcheck import _contract
+
+        solved = _contract.check_tensor(declared, tensor, {}, memory=False)
+        layout = declared(**{name: solved[name] for name in declared.dims})
     remember(tensor, layout, facts=facts)
 
 
@@ -94,16 +97,23 @@ def remember(
         generation,
     )
     for earlier in before:
-        new = replace(new, facts={**earlier.facts, **new.facts}, read_as={})
+        if layout is None or earlier.tensor() is tensor:
+            new = replace(new, facts={**earlier.facts, **new.facts}, read_as={})
         if layout is None:
             new = replace(
                 new, name=earlier.name, layout=earlier.layout, dims=earlier.dims, source=earlier.source,
                 owner=earlier.owner, generation=earlier.generation,
             )  # fmt: skip
-    tags = [t for t in old if t not in before]
+    tags = [t for t in old if t not in before and not (layout is not None and _superseded(t, start, stop))]
     tags.insert(bisect_right([t.start for t in tags], start), new)
     key = id(storage)
     _known[key] = (weakref.ref(storage, lambda _, key=key: _known.pop(key, None)), tuple(tags))  # type: ignore[misc]
+
+
+def _superseded(tag: Tag, start: int, stop: int) -> bool:
+    """Whether a layout declared for these bytes ends an older one: it overlaps them, and does not contain them."""
+    overlaps = tag.start < stop and start < tag.stop
+    return tag.layout is not None and overlaps and not (tag.start <= start and stop <= tag.stop)
 
 
 def find(tensor: Any) -> Tag | None:
@@ -145,8 +155,18 @@ def _of(storage: Any) -> tuple[Tag, ...]:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of a tensor's memory, counted from the start of its storage."""
-    size, start = tensor.element_size(), tensor.storage_offset()
+    size, start = tensor.element_size(), int(tensor.storage_offset())
     if tensor.numel() == 0:
         return start * size, start * size
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * size, (start + reach + 1) * size
+    return start * size, (start + int(reach) + 1) * size
+
+
+def shared(a: Any, b: Any) -> bool:
+    """Whether two tensors have bytes of one storage in common, by the range that each spans."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.untyped_storage() is not b.untyped_storage():
+        return False
+    (start, stop), (other, end) = extent(a), extent(b)
+    return start < end and other < stop

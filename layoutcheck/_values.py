@@ -75,7 +75,7 @@ def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[
         bad = int(flat[at])
         place = _place(tensor, at)
         yield Violation(
-            name, "value", wanted, f"{name}{place} = {bad}", _read_as(bad, len(outside), start, stop),
+            name, "value", wanted, f"{name}{place} = {bad}", _read_as(bad, start, stop),
             f"pass values from {start} to {stop - 1}",
             headline=f"{name} has {len(outside)} of {len(flat)} values out of range",
             body=(f"expected {wanted}", f"got      {name}{place} = {bad}"),
@@ -93,11 +93,11 @@ def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[
             )  # fmt: skip
 
 
-def _read_as(bad: int, count: int, start: int, stop: int) -> str | None:
+def _read_as(bad: int, start: int, stop: int) -> str | None:
     """What an index below zero addresses where it is taken as it stands."""
     if bad >= 0 or start != 0 or stop + bad < 0:
         return None
-    return f"{count} negative or beyond the end; counted from the end, {bad} is {stop + bad}" if count else None
+    return f"taken as it stands, {bad} counts from the end and is {stop + bad}"
 
 
 def _mask(expr: Expr, values: Mapping[str, Any]) -> torch.Tensor:
@@ -193,6 +193,8 @@ def _finite(name: str, form: Form, rule: Finite, tensor: torch.Tensor, values: M
         element = element if element in form.layout.elements else form.layout.elements[0]
         content = _index.elements(form.layout(**dims), tensor, element.torch)
         labels = tuple(a.name for a in form.layout.axes)
+    if any(at.get(label, -1) >= n for label, n in zip(labels, content.shape, strict=True)):
+        return None  # nothing is there, as in a pool without pages
     part = content[tuple(at.get(label, slice(None)) for label in labels)]
     bad = (~part.float().isfinite()).nonzero()
     if not len(bad):

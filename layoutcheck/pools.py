@@ -47,6 +47,16 @@ def _buffer(name: str) -> Callable[..., Tensor]:
     return derive
 
 
+def _size(name: str) -> Callable[..., int]:
+    """How the contract of ``store`` reaches a size of the pool: the pool decides, and what does not fit is the rows."""
+
+    def derive(self: MXFP8KVPool, layer: int | None, **_: object) -> int:
+        value = self.dims[name]
+        return int(value[layer] if isinstance(value, tuple) and layer is not None else value)
+
+    return derive
+
+
 class MXFP8KVPool(Pool):
     """K, V and their scale factors: allocated, resized, moved and stored as one.
 
@@ -67,11 +77,11 @@ class MXFP8KVPool(Pool):
         when("given(k_scale)", "dtype(k) == e4m3", "dtype(v) == e4m3"),
         same_device=True,
         derive={
-            "page_size": lambda self, **_: self.dims["page_size"],
             "k_cache": _buffer("k"),
             "v_cache": _buffer("v"),
             "k_scales": _buffer("k_scale"),
             "v_scales": _buffer("v_scale"),
+            **{name: _size(name) for name in ("page_size", "head", "head_dim", "v_head_dim")},
         },
         k_cache=Annotated[Tensor, _CACHE(dtype=E4M3), Writes(at="loc")],
         v_cache=Annotated[Tensor, _CACHE(dtype=E4M3, head_dim="v_head_dim"), Writes(at="loc")],
@@ -98,7 +108,7 @@ class MXFP8KVPool(Pool):
         import layoutcheck.kernels as kernels
 
         caches = [_buffer(n)(self, layer) for n in ("k", "v", "k_scale", "v_scale")]
-        page_size = int(self.dims["page_size"])
+        page_size = _size("page_size")(self, layer)
         scale_layout = "interleaved" if page_size == 128 else "flat"
         if k_scale is None or v_scale is None:
             kernels.quantize_store_kv_mxfp8(k, v, loc, *caches, page_size=page_size, scale_layout=scale_layout)

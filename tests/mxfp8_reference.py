@@ -19,12 +19,17 @@ MAGNITUDES = torch.where(
 _MIDDLES = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
 
 
+def _power(exponent: Tensor) -> Tensor:
+    """Two to an integer power in float64, exact: where exp2 need not be."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent.int())
+
+
 def e4m3(values: Tensor) -> Tensor:
     """Codes (uint8) of the nearest e4m3 values, ties to even, saturated; NaN is 0x7F or 0xFF."""
     values = values.double()
-    magnitude = values.abs()
-    code = torch.searchsorted(_MIDDLES, magnitude.contiguous())  # of a tie the lower one
-    tie = (code < len(_MIDDLES)) & (magnitude == _MIDDLES[code.clamp(max=len(_MIDDLES) - 1)])
+    magnitude, middles = values.abs().contiguous(), _MIDDLES.to(values.device)
+    code = torch.searchsorted(middles, magnitude)  # of a tie the lower one
+    tie = (code < len(middles)) & (magnitude == middles[code.clamp(max=len(middles) - 1)])
     code = torch.where(tie & (code % 2 == 1), code + 1, code)
     code = torch.where(magnitude.isnan(), 127, code)
     return (code + 128 * torch.signbit(values)).to(torch.uint8)
@@ -33,9 +38,9 @@ def e4m3(values: Tensor) -> Tensor:
 def decode(payload: Tensor, scale: Tensor) -> Tensor:
     """float64 (..., d) of payload (..., d) and scales (..., d / 32), both of any dtype of one byte."""
     codes, bytes_ = payload.view(torch.uint8).long(), scale.view(torch.uint8).long()
-    table = torch.cat([MAGNITUDES, torch.tensor([torch.nan], dtype=torch.float64)])
+    table = torch.cat([MAGNITUDES, torch.tensor([torch.nan], dtype=torch.float64)]).to(codes.device)
     values = table[codes % 128] * torch.where(codes >= 128, -1.0, 1.0)
-    factor = torch.where(bytes_ == 255, torch.nan, torch.ldexp(torch.tensor(1.0).double(), (bytes_ - 127).double()))
+    factor = torch.where(bytes_ == 255, torch.nan, _power(bytes_ - 127))
     return values * factor.repeat_interleave(32, -1)
 
 
@@ -48,7 +53,7 @@ def scale_bytes(x: Tensor, rounding: str = "rceil") -> Tensor:
     else:
         exponent = torch.frexp(known / LARGEST).exponent - 2
         for _ in range(3):
-            exponent = exponent + (known > torch.ldexp(torch.tensor(LARGEST).double(), exponent.double()))
+            exponent = exponent + (known > LARGEST * _power(exponent))
     byte = torch.where(amax == 0, 0, (exponent + 127).clamp(min=0))
     return torch.where(amax.isnan(), 255, byte).to(torch.uint8)
 
@@ -57,7 +62,7 @@ def quantize(x: Tensor, rounding: str = "rceil") -> tuple[Tensor, Tensor]:
     """Payload codes (..., d) and scale bytes (..., d / 32) of rows (..., d)."""
     scale = scale_bytes(x, rounding)
     exponent = (scale.double() - 127).repeat_interleave(32, -1)
-    factor = torch.where(exponent == 128, torch.nan, torch.ldexp(torch.tensor(1.0).double(), -exponent))
+    factor = torch.where(exponent == 128, torch.nan, _power(-exponent))
     return e4m3(x.double() * factor), scale
 
 

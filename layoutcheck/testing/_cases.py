@@ -14,7 +14,7 @@ import torch
 
 from layoutcheck import _dtypes
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Expr, Name, Op, arguments, evaluate, names
+from layoutcheck._dims import Const, Expr, Name, Op, arguments, calls, evaluate, names
 from layoutcheck._rules import Condition, Forbids, Needs, Together
 from layoutcheck._specs import ScalarSpec, TensorSpec
 
@@ -157,6 +157,8 @@ class Facts:
             case Op("not", (part,)):
                 inner = self.decide(part)
                 return None if inner is None else not inner
+        if any(c.op not in ("given", "dtype") for c in calls(expr)):
+            return None  # the argument itself decides
         try:
             return bool(evaluate(expr, self.words, self.arguments))
         except (KeyError, ArithmeticError):
@@ -292,7 +294,9 @@ def _variables(under: tuple[Condition, ...], rule: Any) -> Iterator[Variable]:
         yield from (("given", n) for n in rule.arguments)
 
 
-def _joined(variables: set[Variable], touched: list[tuple[set[Variable], Any]]) -> list[tuple[list[Variable], list[Any]]]:
+def _joined(
+    variables: set[Variable], touched: list[tuple[set[Variable], Any]]
+) -> list[tuple[list[Variable], list[Any]]]:
     """Groups of variables that share no rule, each with its rules."""
     groups: list[tuple[set[Variable], list[Any]]] = [({v}, []) for v in sorted(variables)]
     for used, rule in touched:

@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from layoutcheck import _dtypes
 from layoutcheck._call import layout_dims
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, Op, evaluate, names
+from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, Op, evaluate
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._layout import Layout
-from layoutcheck._rules import Condition, Forbids, Needs, NoOverlap, Together
+from layoutcheck._rules import Condition, NoOverlap
 from layoutcheck._specs import Form
 from layoutcheck.layouts import entries
 from layoutcheck.testing import _value_faults
-from layoutcheck.testing._calls import Call, calls
+from layoutcheck.testing._calls import Call, calls, tag, wrong_presence
 from layoutcheck.testing._guard import refused
+from layoutcheck.testing._memory import depth
 from layoutcheck.testing._sizes import Impossible, follow
 
 _GROW = ("slot", "page", "row", "token", "pool", "seq")
@@ -72,6 +73,9 @@ class Fault:
         if strange := [v for v in found if v.argument not in self.blamed]:
             return f"{self.name} of {self.argument}: {strange[0].argument} was blamed too ({shown}), which is right"
         return None
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
     def __repr__(self) -> str:
         return f"# {self.name} of {self.argument}\n{self.call!r}"
@@ -128,6 +132,7 @@ def made(valid: Call, candidate: Candidate) -> Fault | None:
         changed = candidate.change()
     except (LayoutError, TypeError, Inexact):
         return None
+    tag(valid.contract, {n: v for n, v in changed.items() if isinstance(v, torch.Tensor)}, valid.sizes)
     if not candidate.sure and not contradicts(valid, changed):
         return None
     call = valid.with_arguments(**changed)
@@ -183,8 +188,6 @@ def contradicts(valid: Call, changed: Mapping[str, Any]) -> bool:
             return True
         equations += form.equations
         equations += [Equation(s, Const(n)) for s, n in zip(form.sizes, shape, strict=True) if s is not None]
-        if form.strides is not None and value.numel() and _wrong_strides(form, value, valid.sizes):
-            return True
     integers = {n: v for n, v in known.items() if type(v) is int or isinstance(v, tuple)}
     conditions = [(under, r.expr) for under, r in contract.conditions if isinstance(r, Condition)]
     equations += [
@@ -193,13 +196,19 @@ def contradicts(valid: Call, changed: Mapping[str, Any]) -> bool:
     ]  # fmt: skip
     try:
         values = {**known, **follow(equations, integers)}
+        for name, form in valid.forms.items():
+            value = arguments.get(name)
+            if isinstance(value, torch.Tensor) and value.numel() and _wrong_strides(form, value, values):
+                return True
         return any(_breaks(under, expr, values, arguments) for under, expr in conditions)
     except Impossible:
         return True
 
 
 def _plain(expr: Expr) -> bool:
-    return isinstance(expr, Name | Const) or (isinstance(expr, Op) and expr.op in "+-*/" and all(map(_plain, expr.args)))
+    return isinstance(expr, Name | Const) or (
+        isinstance(expr, Op) and expr.op in "+-*/" and all(map(_plain, expr.args))
+    )
 
 
 def _breaks(under: Iterable[Condition], expr: Expr, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
@@ -215,8 +224,7 @@ def _breaks(under: Iterable[Condition], expr: Expr, values: Mapping[str, Any], a
 
 
 def _wrong_strides(form: Form, value: torch.Tensor, sizes: Mapping[str, Any]) -> bool:
-    assert form.strides is not None
-    for i, stride in enumerate(form.strides):
+    for i, stride in enumerate(form.strides or ()):
         if value.shape[i] <= 1:
             continue
         if value.stride(i) == 0 and stride is None:
@@ -232,16 +240,15 @@ def _wrong_strides(form: Form, value: torch.Tensor, sizes: Mapping[str, Any]) ->
 # --- changes of one tensor --------------------------------------------------------------------------------------------
 
 
-def like(value: torch.Tensor, shape: Iterable[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of zeros with another shape, its axes in the same order in memory."""
+def like(form: Form, value: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
+    """A packed tensor of zeros with another shape, its axes in the form's order in memory."""
     shape = list(shape)
     order = list(range(len(shape)))
-    if len(shape) == value.dim():
-        order.sort(key=lambda i: (-value.stride(i), i))
+    if form.layout is not None and len(shape) == len(form.layout.view_leaves):
+        order.sort(key=lambda i: depth(form, i))
     back = [order.index(i) for i in range(len(order))]
     made = torch.zeros([shape[i] for i in order], dtype=torch.uint8 if value.dtype.itemsize == 1 else value.dtype)
-    made = made.view(value.dtype).permute(back)
-    return made if dtype is None else made.to(dtype)
+    return made.view(value.dtype).permute(back)
 
 
 def _binding(valid: Call, name: str) -> bool:
@@ -259,21 +266,23 @@ def _blamed(valid: Call, name: str) -> frozenset[str]:
 def _shape(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
     value = valid.arguments[name]
     shape, blamed = list(value.shape), _blamed(valid, name)
+    # Another size may as well be right where another pitch is not.
+    rules = _ANY | {"stride"} if form.layout is not None and form.layout.rules.pitch else _ANY
 
     def resized(i: int, size: int) -> Callable[[], dict[str, Any]]:
-        return lambda: {name: like(value, [*shape[:i], size, *shape[i + 1 :]])}
+        return lambda: {name: like(form, value, [*shape[:i], size, *shape[i + 1 :]])}
 
     for i, n in enumerate(shape):
-        yield Candidate("one_too_many_of_an_axis", name, resized(i, n + 1), _ANY, blamed)
+        yield Candidate("one_too_many_of_an_axis", name, resized(i, n + 1), rules, blamed)
         if n:
-            yield Candidate("one_too_few_of_an_axis", name, resized(i, n - 1), _ANY, blamed)
+            yield Candidate("one_too_few_of_an_axis", name, resized(i, n - 1), rules, blamed)
     page_size = valid.sizes.get("page_size", 1)
     for i, label in enumerate(form.labels if not form.variadic else ()):
         n = shape[i]
         if label.startswith(("slot", "(page")) and page_size > 1:
-            yield Candidate("one_page_too_many", name, resized(i, n + page_size), _ANY, blamed)
+            yield Candidate("one_page_too_many", name, resized(i, n + page_size), rules, blamed)
         if label in _GROW and n > 1:
-            yield Candidate("stale_after_resize", name, resized(i, n // 2), _ANY, blamed)
+            yield Candidate("stale_after_resize", name, resized(i, n // 2), rules, blamed)
     for i, j in itertools.combinations(range(len(shape)), 2):
         if shape[i] != shape[j]:
             yield Candidate(
@@ -286,8 +295,8 @@ def _shape(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
             )  # fmt: skip
     if not form.variadic:
         if len(shape) > 1:
-            yield Candidate("flat", name, _of(name, lambda: like(value, [value.numel()])), _ANY, blamed)
-            yield Candidate("axis_missing", name, _of(name, lambda: like(value, shape[:-1])), _ANY, blamed)
+            yield Candidate("flat", name, _of(name, lambda: like(form, value, [value.numel()])), _ANY, blamed)
+            yield Candidate("axis_missing", name, _of(name, lambda: like(form, value, shape[:-1])), _ANY, blamed)
         yield Candidate("axis_too_many", name, _of(name, lambda: value[None]), _ANY, blamed)
     if form.layout is not None:
         yield from _other_layouts(valid, name, form, blamed)
@@ -303,7 +312,7 @@ def _other_layouts(valid: Call, name: str, form: Form, blamed: frozenset[str]) -
     dims = layout_dims(form, valid.sizes) or {}
 
     def other_page_size(page_size: int) -> dict[str, Any]:
-        return {name: like(value, layout(**dims | {"page_size": page_size}).shape)}
+        return {name: like(form, value, layout(**dims | {"page_size": page_size}).shape)}
 
     if dims.get("page_size", 1) > 1:
         for size in (dims["page_size"] * 2, dims["page_size"] // 2):
@@ -312,7 +321,7 @@ def _other_layouts(valid: Call, name: str, form: Form, blamed: frozenset[str]) -
     for entry in entries().values():
         if not isinstance(entry, Layout) or entry.name == layout.name or {a.name for a in entry.axes} != axes:
             continue
-        if not set(entry.accepted) & set(layout.accepted):
+        if value.dtype not in entry.accepted:
             continue
         yield Candidate(
             "other_layout", name, lambda entry=entry: {name: _laid(entry, dims, value)}, _ANY | {"stride"}, blamed
@@ -467,7 +476,7 @@ def _stale(valid: Call) -> Iterator[Candidate]:
     if len(stale) > 1:
         yield Candidate(
             "all_stale_after_resize", " and ".join(stale[1:]),
-            lambda: {n: like(valid.arguments[n], shown[n]) for n in stale[1:]}, _ANY, frozenset(valid.contract.specs),
+            lambda: {n: like(valid.forms[n], valid.arguments[n], shown[n]) for n in stale[1:]}, _ANY, frozenset(valid.contract.specs),
         )  # fmt: skip
 
 
@@ -508,13 +517,7 @@ def _wrong_presence(contract: Contract, arguments: Mapping[str, Any], values: Ma
     for under, rule in contract.conditions:
         if any(_breaks((), u.expr, {**values, **arguments}, arguments) for u in under):
             continue
-        match rule:
-            case Needs(args):
-                found |= {a for a in args if arguments.get(a) is None}
-            case Forbids(args):
-                found |= {a for a in args if arguments.get(a) is not None}
-            case Together(args) if any(arguments.get(a) is not None for a in args):
-                found |= {a for a in args if arguments.get(a) is None}
+        found |= wrong_presence(rule, {n for n, v in arguments.items() if v is not None})
     return found
 
 
@@ -558,8 +561,8 @@ def _elements(valid: Call) -> Iterator[Candidate]:
             broken += sorted(_wrong_presence(valid.contract, stand_in, valid.sizes))  # type: ignore[arg-type]
             if broken:
                 yield Candidate(
-                    "element_of_another_mode", name, _of(name, lambda v=value, d=dtype: like(v, v.shape).view(_raw(v)).to(
-                        torch.float32).to(d)), frozenset({"dtype", "presence", "relation"}),
+                    "element_of_another_mode", name, _of(name, lambda f=form, v=value, d=dtype: like(f, v, v.shape).view(
+                        _raw(v)).to(torch.float32).to(d)), frozenset({"dtype", "presence", "relation"}),
                     frozenset(valid.contract.specs), sure=True,
                 )  # fmt: skip
                 break

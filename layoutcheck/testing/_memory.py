@@ -106,7 +106,7 @@ def strides_of(
             running = result[i] * max(shape[i], 1)
         return tuple(result)
     result = [0] * len(shape)
-    for i in sorted(range(len(shape)), key=lambda i: -_depth(form, i)):
+    for i in sorted(range(len(shape)), key=lambda i: -depth(form, i)):
         exact = form.strides[i]
         if shape[i] <= 1 and i not in form.strict:
             result[i] = _natural(form, i, shape, result, values) + slack(i)
@@ -151,7 +151,7 @@ def _elements(size: Expr, values: dict[str, Any], itemsize: int) -> int:
     return wanted // math.gcd(wanted, itemsize)
 
 
-def _depth(form: Form, i: int) -> int:
+def depth(form: Form, i: int) -> int:
     """How far inside memory a dimension is."""
     assert form.layout is not None
     return form.layout.order.index(form.layout.view_leaves[i][-1])

@@ -135,12 +135,15 @@ class Plan:
 def make_plan(
     equations: Iterable[Equation],
     conditions: Iterable[Expr],
+    shown: Iterable[Expr],
     wanted: Iterable[str],
     bounds: Mapping[str, Bound],
     may_be_zero: Iterable[str] = (),
 ) -> Plan:
-    """The plan for ``wanted`` and every name that the equations and conditions speak of."""
+    """The plan for ``wanted``, every name that the equations and conditions speak of, and whole values of ``shown``."""
     divided = _Divided()
+    for expr in shown:
+        divided(expr)
     exact = [Equation(divided(q.left), divided(q.right)) for q in equations]
     limits: list[Limit] = []
     filters: list[Expr] = []

@@ -28,7 +28,7 @@ def values(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
             change(made)
             return {name: made}
 
-        return Candidate(kind, name, build, frozenset({"value"}), frozenset({name}), sure=True, launchable=False)
+        return Candidate(kind, name, build, frozenset({"value", "relation"}), frozenset({name}), sure=True)
 
     value = valid.arguments[name]
     for rule in valid.contract.tensors[name].values:

@@ -115,6 +115,28 @@ def microseconds(call: Callable[[], object], number: int = 20_000, repeat: int =
     return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
 
 
+@contract
+def one_with_a_twin(cache: Annotated[Tensor, layout("paged.nhd")(dtype=E4M3, pitch={})]) -> None:
+    """Pages of heads: where page_size is the number of heads, ``paged.hnd`` has the same shape and other bytes."""
+
+
+@contract
+def one_without(cache: Annotated[Tensor, CACHE], page_size: int = 8) -> None:
+    """The same memory by slots, which has no twin in the catalogue."""
+
+
+def look_ups() -> dict[str, Callable[[], object]]:
+    """Guards of one buffer: without a twin, with one that is not tagged, and with one that is."""
+    tagged = layout("paged.nhd")(dtype=E4M3, page=64, page_size=8, head=8, head_dim=128, pitch={}).empty()
+    foreign = tagged.clone()
+    slots = foreign.view(512, 8, 128)
+    return {
+        "no twin": lambda: one_without(slots),
+        "a twin, memory unknown": lambda: one_with_a_twin(foreign),
+        "a twin, memory tagged": lambda: one_with_a_twin(tagged),
+    }
+
+
 def main() -> None:
     """Print the table."""
     tensors = arguments()
@@ -132,6 +154,9 @@ def main() -> None:
     for name, time in times.items():
         ratio = (time - times["bare call"]) / base
         print(f"   {name:<22}{time:8.2f} µs   {ratio:7.2f} x hand-written")
+    print("guard of one buffer, by what is compared with its tag")
+    for name, call in look_ups().items():
+        print(f"   {name:<22}{microseconds(call):8.2f} µs")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from cases.harness import op
-from jaxtyping import BFloat16, Bool, Float8e4m3fn, Float16, Float32, Int32, Int64, Shaped, UInt8
+from jaxtyping import BFloat16, Float8e4m3fn, Float16, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
 from layoutcheck import (
@@ -13,7 +13,6 @@ from layoutcheck import (
     E4M3,
     E8M0,
     FP16,
-    FP32,
     UINT8,
     Choose,
     Index,
@@ -25,7 +24,6 @@ from layoutcheck import (
     layout,
     needs,
     no_overlap,
-    together,
     when,
 )
 
@@ -75,7 +73,9 @@ def mxfp8_kv_pool(
 @op
 @contract("True not in tags(k_sf_sharer, 'written')")
 def init_scales(
-    k_sf_owner: Float32[Tensor, "slot head"], k_sf_sharer: Annotated[Float32[Tensor, "slot head"], Writes()], fill: float
+    k_sf_owner: Float32[Tensor, "slot head"],
+    k_sf_sharer: Annotated[Float32[Tensor, "slot head"], Writes()],
+    fill: float,
 ) -> None: ...
 
 
@@ -121,13 +121,22 @@ def fp8_dequant_pages(
 ) -> None: ...
 
 
+_FLAT_ROWS = Layout(
+    "rows", "page token row -> page token row", dtype=UINT8, row=584, dense="token row", align={"page": 584}
+)
+
+
 @op
 @contract
 def sparse_mla_read(
-    kv: Annotated[
-        Tensor, Layout("rows", "page token row -> page token row", dtype=UINT8, row=584, dense="token row", align={"page": 584})
-    ],
+    kv: Annotated[Tensor, _FLAT_ROWS],
 ) -> None: ...
+
+
+_NEW_NHD, _NEW_HND = (
+    Layout(name, f"token head dim -> {order}", dtype=BF16)(head="num_kv_heads", dim="head_dim")
+    for name, order in (("NHD", "token head dim"), ("HND", "head token dim"))
+)
 
 
 @op
@@ -135,12 +144,7 @@ def sparse_mla_read(
 def ragged_prefill(
     k: Annotated[
         Tensor,
-        Choose(
-            {
-                "kv_layout == 'NHD'": Layout("NHD", "token head dim -> token head dim", dtype=BF16)(head="num_kv_heads", dim="head_dim"),
-                "kv_layout == 'HND'": Layout("HND", "token head dim -> head token dim", dtype=BF16)(head="num_kv_heads", dim="head_dim"),
-            }
-        ),
+        Choose({"kv_layout == 'NHD'": _NEW_NHD, "kv_layout == 'HND'": _NEW_HND}),
     ],
     kv_layout: str,
     num_kv_heads: int,
@@ -233,7 +237,9 @@ def mla_decode(
 def flex_attention_paged(
     kv_cache: Annotated[
         Tensor,
-        Layout("K and V", "num_blocks kv token head dim -> num_blocks kv token head dim", dtype=BF16, kv=2, offsets="int32"),
+        Layout(
+            "K and V", "num_blocks kv token head dim -> num_blocks kv token head dim", dtype=BF16, kv=2, offsets="int32"
+        ),
     ],
 ) -> None: ...
 

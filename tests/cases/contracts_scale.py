@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import torch
 from cases.harness import op
 from jaxtyping import BFloat16, Float8e4m3fn, Float32, Int64, Shaped, UInt8
 from torch import Tensor
@@ -17,11 +16,9 @@ from layoutcheck import (
     Choose,
     Finite,
     Layout,
-    agree,
     contract,
     each,
     layout,
-    needs,
     when,
 )
 
@@ -79,16 +76,17 @@ def pad_weight_scales(
 ) -> None: ...
 
 
+_MX_PADDED = PADDED(name="mx_linear_padded", row="M", col="K/32", dtype=E8M0)
+_MX_COMPACT = LINEAR(name="mx_linear_compact", row="M", col="K/32", dtype=E8M0)
+
+
 @op
 @contract
 def mxfp8_gemm_in(
     data: Float8e4m3fn[Tensor, "M K"],
     x_sf: Annotated[
         Tensor,
-        Choose(
-            {"tag(x_sf, 'layout') == 'mx_linear_padded'": PADDED(name="mx_linear_padded", row="M", col="K/32", dtype=E8M0)},
-            default=LINEAR(name="mx_linear_compact", row="M", col="K/32", dtype=E8M0),
-        ),
+        Choose({"tag(x_sf, 'layout') == 'mx_linear_padded'": _MX_PADDED}, default=_MX_COMPACT),
     ],
 ) -> None: ...
 
@@ -128,18 +126,17 @@ def rearrange_scales(
 ) -> None: ...
 
 
+_MN_MAJOR = Layout("scales, MN-major", "row col -> col row", dtype=FP32)(col="K/128", row="M")
+_K_MAJOR = Layout("scales, K-major", "row col -> row col", dtype=FP32)(col="K/128", row="M")
+
+
 @op
 @contract
 def gemm_fp8_groupwise(
     a: Float8e4m3fn[Tensor, "M K"],
     a_scale: Annotated[
         Tensor,
-        Choose(
-            {
-                "scale_major_mode == 'MN'": Layout("scales, MN-major", "col row -> col row", dtype=FP32)(col="K/128", row="M"),
-                "scale_major_mode == 'K'": Layout("scales, K-major", "row col -> row col", dtype=FP32)(col="K/128", row="M"),
-            }
-        ),
+        Choose({"scale_major_mode == 'MN'": _MN_MAJOR, "scale_major_mode == 'K'": _K_MAJOR}),
     ],
     scale_major_mode: str,
 ) -> None: ...
@@ -165,12 +162,13 @@ def vec4_scale(w: Annotated[Tensor, Layout("weights", "N -> N", dtype=FP32, alig
 def pack_ue8m0(sf: Annotated[Tensor, LINEAR(dtype=FP32, row="mn", col="k/32")], mn: int, k: int) -> None: ...
 
 
+_SHARD = Layout("row-parallel shard", "N col(block lane) -> N block lane", dtype=E4M3, lane=128, view="N col")
+
+
 @op
 @contract
 def fp8_block_linear(
-    w: Annotated[
-        Tensor, Layout("row-parallel shard", "N col(block lane) -> N block lane", dtype=E4M3, lane=128, view="N col")(col="K/tp")
-    ],
+    w: Annotated[Tensor, _SHARD(col="K/tp")],
     w_scale: Float32[Tensor, "cdiv(N,128) cdiv(K/tp,128)"],
     K: int,
     tp: int,

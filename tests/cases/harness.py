@@ -1,8 +1,7 @@
 """Cases from public bug reports: the arguments of ``cases.json`` as tensors, and what an error must name.
 
-``cases.json`` is a list; an entry has ``args`` (shape, dtype, stride and storage_offset in elements, device, values, tag,
-storage), ``scalars``, ``context``, and its neighbours. The contract of each ``op`` is written in the modules beside this
-one.
+``cases.json`` is a list; an entry has ``args`` (shape, dtype, stride and storage_offset in elements, device, values,
+tag, storage), ``scalars``, ``context``, and its neighbours. The contract of each ``op`` is in the modules beside this.
 """
 
 from __future__ import annotations

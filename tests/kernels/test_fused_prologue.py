@@ -69,19 +69,22 @@ def convolved(windows: torch.Tensor, weight: torch.Tensor, silu: bool, residual:
     return bf16(y + rows[:, -1] if residual else y)
 
 
-def ulps(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    def ordered(x: torch.Tensor) -> torch.Tensor:
-        bits = x.to(BF16).view(torch.int16).int()
-        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+def accumulated(windows: torch.Tensor, weight: torch.Tensor, residual: bool) -> torch.Tensor:
+    """What fp32 may lose of a convolution: 8 roundings of its terms, which may cancel to something much smaller."""
+    terms = (windows.double() * weight.double().T).abs().sum(1)
+    return 8 * 2.0**-24 * (terms + windows[:, -1].double().abs() if residual else terms)
 
+
+def assert_rounded(
+    got: torch.Tensor, want: torch.Tensor, *, twice: bool = False, slack: torch.Tensor | float = 0
+) -> None:
+    """One bf16 ulp where a value was rounded once, two where twice, beyond the ``slack`` of its fp32 arithmetic."""
     assert not got.isnan().any()
-    return (ordered(got) - ordered(want)).abs()
-
-
-def assert_rounded(got: torch.Tensor, want: torch.Tensor, *, twice: bool = False) -> None:
-    off = ulps(got, want)
-    assert off.max() <= (2 if twice else 1)
-    assert (off > 0).sum() <= 1 + off.numel() // 500
+    exponent = torch.frexp(want.double())[1].clamp(min=-125)
+    ulp = torch.ldexp(torch.ones_like(want, dtype=torch.float64), exponent - 8)
+    off = (got.double() - want.double()).abs()
+    assert (off <= (2 if twice else 1) * ulp + slack).all()
+    assert (off > slack).sum() <= 1 + off.numel() // 500
 
 
 # --- a problem --------------------------------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ class Problem:
         qkvr = torch.full((tokens, row + 40), NAN, dtype=BF16)[:, :row]
         for start, size in ((self.q_offset, self.dq), (self.k_offset, self.dkv), (self.v_offset, self.dkv)):
             qkvr[:, start : start + size] = draw(tokens, size) * 2
-        pool = seqs + 6
+        pool = 2 * seqs + 6  # enough for each sequence to be tracked in a slot of its own
         index = torch.randperm(pool, generator=g)[:seqs]
         mask = torch.arange(seqs) % 3 != 1
         index[seqs // 2] = -1 if seqs > 2 else index[seqs // 2]
@@ -230,8 +233,13 @@ def check(p: Problem) -> fp.Prologue:
     for which, result in (("k", got.k), ("v", got.v)):
         raw = p.windows(which, before[f"{which}_conv"])
         want = convolved(raw, a[f"{which}_weight"], p.silu, p.residual)
-        want = norm(want, a["k_gamma"], a["eps"]) if which == "k" else want
-        assert_rounded(result, want, twice=which == "k")
+        slack = accumulated(raw, a[f"{which}_weight"], p.residual)
+        if which == "k":
+            heads = want.reshape(len(want), -1, 128)
+            factor = a["k_gamma"].double().abs() / torch.sqrt((heads**2).mean(-1, keepdim=True) + a["eps"])
+            slack = slack * factor.reshape(slack.shape)
+            want = norm(want, a["k_gamma"], a["eps"])
+        assert_rounded(result, want, twice=which == "k", slack=slack)
 
         cache, scale = before[f"{which}_cache"], before.get(f"{which}_scale")
         heads = result.reshape(-1, p.heads, 128)
@@ -539,7 +547,7 @@ WRONG: dict[str, tuple[Callable[[Problem], dict], list[str]]] = {
 
 
 def wide(entry: str, **changes) -> Problem:
-    lengths = {"decode": [1] * 4, "verify": [2] * 2, "extend": [1, 3]}[entry]
+    lengths = {"decode": [1] * 6, "verify": [3] * 2, "extend": [1, 5]}[entry]
     return Problem(entry, lengths, heads=8, q_heads=1, page_size=128, pages=8, track=entry != "verify", **changes)
 
 
@@ -568,7 +576,7 @@ def test_wrong_buffers(wrong, entry, monkeypatch):
         ),
         ("decode", lambda p: dict(track_mask=None), ["track_mask is required", "track_indices"]),
         ("extend", lambda p: dict(track_rows=None), ["track_rows is required"]),
-        ("verify", lambda p: dict(draft_tokens=3), ["token == seq * draft_tokens", "draft_tokens = 3"]),
+        ("verify", lambda p: dict(draft_tokens=2), ["token == seq * draft_tokens", "draft_tokens = 2"]),
         ("verify", lambda p: dict(k_window=p.args["k_window"][:1]), ["window_seq >= seq"]),
         ("verify", lambda p: dict(v_window=p.args["v_window"][:, :, :2]), ["v_window", "width"]),
         ("verify", lambda p: dict(v_window=p.args["k_window"]), ["v_window overlaps k_window"]),
@@ -593,7 +601,7 @@ def test_wrong_arguments_of_one_entry_point(entry, change, says):
         ("decode", lambda p: p.args["loc"].fill_(5), ["loc", "5"]),
         ("decode", lambda p: p.args["cache_indices"].fill_(-2), ["cache_indices", "-2"]),
         ("verify", lambda p: p.args["cache_indices"].fill_(0), ["cache_indices", "0"]),
-        ("extend", lambda p: p.args["cu_seqlens"][-1].fill_(5), ["cu_seqlens", "5"]),
+        ("extend", lambda p: p.args["cu_seqlens"][-1].fill_(7), ["cu_seqlens", "7"]),
         ("extend", lambda p: p.args["seq_index"].fill_(2), ["seq_index", "2"]),
         ("extend", lambda p: p.args["track_rows"].fill_(-1), ["track_rows", "-1"]),
     ],

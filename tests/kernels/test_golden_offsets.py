@@ -150,42 +150,42 @@ def body(name: str, *coordinates: str, section: str | None = None, strides: tupl
         ),
         (
             body("mxfp8.interleaved", "slot", "head", "group", page_size=128, head_dim=256),
-            "slot, head, group, *, HEAD -> tl.cast(slot // 128, tl.int64) * (HEAD * 1024) + (slot // 32 % 4) * 8 + "
+            "slot, head, group, HEAD -> tl.cast(slot // 128, tl.int64) * (HEAD * 1024) + (slot // 32 % 4) * 8 + "
             "(slot % 32) * 32 + head * 1024 + group",
         ),
         (
             body("mxfp8.interleaved", "page", "token", "head", "group"),
-            "page, token, head, group, *, HEAD, HEAD_DIM, PAGE_SIZE -> "
+            "page, token, head, group, HEAD, HEAD_DIM, PAGE_SIZE -> "
             "tl.cast(page, tl.int64) * (HEAD_DIM * PAGE_SIZE * HEAD // 32) + head * (HEAD_DIM * PAGE_SIZE // 32) + "
             "(token // 32) * (HEAD_DIM // 32) + (token % 32) * (HEAD_DIM * PAGE_SIZE // 1024) + group",
         ),
         (
             body("paged.nhd", "page", "token", "head", "head_dim", strides=("page",)),
-            "page, token, head, head_dim, *, HEAD, HEAD_DIM, PAGE_STRIDE -> "
+            "page, token, head, head_dim, HEAD, HEAD_DIM, PAGE_STRIDE -> "
             "tl.cast(page, tl.int64) * PAGE_STRIDE + token * (HEAD_DIM * HEAD) + head * HEAD_DIM + head_dim",
         ),
         (
             body("scale.128x4", "row", "col"),
-            "row, col, *, COL -> tl.cast(row // 128, tl.int64) * ((COL + 4 - 1) // 4 * 4 * 128) + "
+            "row, col, COL -> tl.cast(row // 128, tl.int64) * ((COL + 4 - 1) // 4 * 4 * 128) + "
             "(row // 32 % 4) * 4 + (row % 32) * 16 + (col // 4) * 512 + col % 4",
         ),
         (
             body("unified_kv.rows", "slot", "dim"),  # page and token are adjacent, and so not split
-            "slot, dim, *, DIM -> tl.cast(slot, tl.int64) * DIM + dim",
+            "slot, dim, DIM -> tl.cast(slot, tl.int64) * DIM + dim",
         ),
         (
             body("unified_kv.rows", "slot", "dim", strides=("page",)),  # apart, since pages may have gaps
-            "slot, dim, *, DIM, PAGE_SIZE, PAGE_STRIDE -> "
+            "slot, dim, DIM, PAGE_SIZE, PAGE_STRIDE -> "
             "tl.cast(slot // PAGE_SIZE, tl.int64) * PAGE_STRIDE + (slot % PAGE_SIZE) * DIM + dim",
         ),
         (
             body("mla.latent", "slot", "head", "dim", strides=("slot", "head")),  # one head: equal strides, two names
-            "slot, head, dim, *, SLOT_STRIDE, HEAD_STRIDE -> "
+            "slot, head, dim, SLOT_STRIDE, HEAD_STRIDE -> "
             "tl.cast(slot, tl.int64) * SLOT_STRIDE + head * HEAD_STRIDE + dim",
         ),
         (
             body("dsa.index_132", "page", "token", section="scale"),
-            "page, token, *, PAGE_SIZE -> tl.cast(page, tl.int64) * (PAGE_SIZE * 33) + token + PAGE_SIZE * 32",
+            "page, token, PAGE_SIZE -> tl.cast(page, tl.int64) * (PAGE_SIZE * 33) + token + PAGE_SIZE * 32",
         ),
     ],
 )

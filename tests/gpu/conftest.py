@@ -1,0 +1,1 @@
+"""Tests on a GPU: kernels are compiled, so this folder is run by itself, ``pytest tests/gpu``."""
