@@ -277,7 +277,8 @@ def _attend_kernel(
             logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
             logits = tl.sum(logits, axis=1) * lift_factor[:, None]
         elif MX:
-            # Each key relative to its largest factor: bf16 does not hold the 2^128 that a block may decode to.
+            # Each key relative to its largest factor, as bf16 does not hold the 2^128 that a block may decode to. A block
+            # that is smaller than another of its key by more than 2^100 loses bits.
             k_top = tl.max(tl.where(k_code == 255, 0, k_code), axis=1)
             k = _dequantise(k, scale_value(k_code) * scale_value(254 - k_top)[:, None], BLOCK_N, K_GROUPS)
             logits = tl.dot(q_rows, tl.trans(k)) * (scale_value(k_top) * qk_scale)[None, :] * lift_factor[:, None]

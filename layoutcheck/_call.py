@@ -66,7 +66,8 @@ class Call:
     ) -> None:
         self.words, self.memory = words, memory
         self.fits: dict[tuple[str, int], set[str]] = {}
-        self._wanted: dict[int, str] = {}
+        self._wanted: dict[int, str] = {}  # both by the id of a form, which outlives this call
+        self._concrete: dict[int, Layout | None] = {}
         self.contract, self.arguments = contract, dict(arguments)
         self.values, self.inexact = solve(contract, arguments)
         self.origin = {s.name: s for s in reversed(contract.steps)}
@@ -146,6 +147,11 @@ class Call:
 
     def concrete(self, form: Form) -> Layout | None:
         """The layout of a form for the dims of this call; None where they are not known, or contradict each other."""
+        if id(form) not in self._concrete:
+            self._concrete[id(form)] = self._made(form)
+        return self._concrete[id(form)]
+
+    def _made(self, form: Form) -> Layout | None:
         known = self.layout_dims(form)
         if form.layout is None or known is None:
             return None

@@ -11,13 +11,14 @@ import inspect
 import itertools
 import linecache
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from layoutcheck import _manifest, _mode, _tags, _twins
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, source
+from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, plan, source
 from layoutcheck._dtypes import Element
 from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
 from layoutcheck._solve import Step
@@ -296,7 +297,8 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     w.globals["_fn"] = fn
     if contract.results:
         w.globals["_result"] = _result_checker(contract)
-        out += [f"    _r = {wait}_fn({call})", f"    _result(_r, {{{everything}}})", "    return _r"]
+        out += [f"    _r = {wait}_fn({call})", *_result_lines(w, contract)]
+        out += ["    if not _ok:", f"        _result(_r, {{{everything}}})", "    return _r"]
     else:
         out += [f"    return {wait}_fn({call})"]
     text = "\n".join(out) + "\n"
@@ -519,6 +521,49 @@ def _choice(w: _Writer, spec: TensorSpec) -> None:
     if spec.optional:
         lines = [f"if {spec.name} is not None:", *(f"    {line}" for line in lines)]
     w.lines += lines
+
+
+def _result_lines(w: _Writer, contract: Contract) -> list[str]:
+    """The comparisons of what comes back; a size that no argument binds may be anything."""
+    many = len(contract.results) > 1
+    lines = [f"{', '.join(f'_r{i}' for i in range(len(contract.results)))} = _r"] if many else []
+    tests = [f"type(_r) is {w.constant(tuple)}"] if many else []
+    sure = {s.name for s in contract.steps if not s.optional} | set(contract.scalars)
+    for i, spec in enumerate(contract.results):
+        if spec is None:
+            continue
+        if spec.form is None:
+            return ["    _ok = False"]  # a choice: left to the slow path
+        name = f"_r{i}" if many else "_r"
+        form, known = spec.form, set(sure)
+        done = []
+        for n, expr, equation in plan(known, form.equations):
+            lines.append(f"{w.local(n)} = {w.size(expr)}")
+            tests += [w.exact(d) for d in divisions(expr)]
+            known.add(n)
+            done.append(equation)
+        tests += [
+            t
+            for e in form.equations
+            if e not in done and {*names(e.left), *names(e.right)} <= known
+            for t in _equation(w, e)
+        ]
+
+        def settled(expr: Expr | None, known: set[str] = known) -> Expr | None:
+            return expr if expr is not None and set(names(expr)) <= known else None
+
+        strides = form.strides
+        if strides is not None and any(s is not None and settled(s) is None for s in (*strides, *form.inner)):
+            strides = None
+        variadic = form.variadic if form.variadic is None or form.variadic[1] in known else (form.variadic[0], "...")
+        form = replace(form, sizes=tuple(map(settled, form.sizes)), strides=strides, variadic=variadic)
+        found = " and ".join(w.form(replace(spec, name=name), form, set()))
+        tests.append(f"({name} is None or {found})" if spec.optional else found)
+    body = [*lines, f"_ok = {' and '.join(tests)}"]
+    return ["    if _ok:", "        try:", *(f"            {b}" for b in body), *_RESULT_CAUGHT]
+
+
+_RESULT_CAUGHT = ("        except _caught:", "            _ok = False")
 
 
 def _result_checker(contract: Contract) -> Callable[[Any, dict[str, Any]], None]:

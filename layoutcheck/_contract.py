@@ -24,7 +24,7 @@ from layoutcheck._choose import Choose
 from layoutcheck._dims import arguments, brief, names
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._layout import Layout
-from layoutcheck._rules import Condition, Each, NoOverlap, Rule, as_rule, flatten
+from layoutcheck._rules import Condition, Each, Finite, NoOverlap, Rule, as_rule, flatten
 from layoutcheck._specs import ScalarSpec, Spec, TensorSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -141,6 +141,9 @@ class Contract:
             if spec.writes and spec.writes.at is not None and spec.writes.at not in self.tensors:
                 raise TypeError(f"{self.name}: Writes(at=...): {_unknown(spec.writes.at, list(self.tensors))}")
             for value in spec.values:
+                for axis in value.axes if isinstance(value, Finite) else ():
+                    if not all(axis in form.axes for _, form in spec.forms):
+                        raise TypeError(f"{self.name}: Finite: {axis!r} is no axis of {spec.name}")
                 for name in (n for e in value.exprs for n in names(e)):
                     if name not in dims and name not in parameters and name != "index":
                         raise TypeError(f"{self.name}: {type(value).__name__}: {_unknown(name, [*dims, *parameters])}")
@@ -251,8 +254,14 @@ def _results(annotation: Any) -> tuple[TensorSpec | None, ...]:
         return ()
     items = typing.get_args(annotation) if typing.get_origin(annotation) is tuple else (annotation,)
     specs = [_specs.read("return" if len(items) == 1 else f"return[{i}]", item) for i, item in enumerate(items)]
-    found = tuple(s if isinstance(s, TensorSpec) else None for s in specs)
+    found = tuple(s if isinstance(s, TensorSpec) and not _says_nothing(s) else None for s in specs)
     return found if any(found) else ()
+
+
+def _says_nothing(spec: TensorSpec) -> bool:
+    """A plain ``Tensor``: what comes back is the callable's own business."""
+    form = spec.form
+    return form is not None and form.layout is None and form.dtypes is None and not form.sizes
 
 
 @overload
@@ -279,9 +288,10 @@ def contract(
     """Check every call of a function against the layouts in its annotations and the given rules.
 
     Annotations: jaxtyping for plain tensors (``BFloat16[Tensor, "token head head_dim"]``), ``Annotated[Tensor, layout,
-    ...]`` for laid-out buffers, with :class:`Writes`, :class:`Index` and :class:`Indptr` beside the layout. Rules:
+    ...]`` for laid-out buffers, with :class:`Writes`, :class:`Index`, :class:`Indptr` and :class:`Finite` beside the
+    layout. Rules:
     comparisons in text (``"page_size % 32 == 0"``), :func:`when`, :func:`needs`, :func:`forbids`, :func:`together`,
-    :func:`no_overlap`. ``same_device``: all tensors are on one device. ``mode`` overrides the process's mode.
+    :func:`no_overlap`, :func:`each`, :func:`agree`. ``same_device``: all tensors are on one device. ``mode`` overrides the process's mode.
 
     ``derive`` reaches what is not an argument: ``derive={"page_size": lambda self, **_: self.page_size}``; each
     function is called with every argument by name, and its result is a dim or, where ``annotations`` gives it a

@@ -7,6 +7,7 @@ Reached only when something broke. Numbers and where they came from are ``_call`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from layoutcheck import _causes, _compile, _dtypes, _relations, _suspects, _twins
 from layoutcheck._call import Call
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names
+from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names, plan
 from layoutcheck._dims import arguments as mentioned
 from layoutcheck._errors import Violation, numbers, table
 from layoutcheck._rules import Condition
@@ -46,8 +47,13 @@ def explain_result(contract: Contract, result: Any, arguments: Mapping[str, Any]
     call = Call(contract, arguments)
     found: list[Violation] = []
     for spec, value in zip(contract.results, results, strict=True):
-        if spec is not None:
-            found += _tensor(call, spec, value)
+        if spec is None:
+            continue
+        for form in (form for _, form in spec.forms):
+            for name, expr, _ in plan(call.values, form.equations):
+                with suppress(Inexact, TypeError):  # a size that the arguments leave open: nothing to compare
+                    call.values[name] = evaluate(expr, call.values)
+        found += _tensor(call, spec, value)
     return found
 
 

@@ -71,6 +71,11 @@ class Finite:
         object.__setattr__(self, "at", tuple((axis, parse(value)) for axis, value in at.items()))
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes whose coordinate is fixed."""
+        return tuple(axis for axis, _ in self.at)
+
+    @property
     def exprs(self) -> tuple[Expr, ...]:
         """What the rule is computed from."""
         return tuple(e for _, e in self.at)

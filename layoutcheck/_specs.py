@@ -53,6 +53,11 @@ class Form:
     dims: tuple[tuple[str, Expr], ...] = ()  # the layout's open dims in the contract's names
     text: str = ""
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the logical coordinates: a layout's axes, or the dims as they are written."""
+        return self.labels if self.layout is None else tuple(a.name for a in self.layout.axes)
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -59,7 +59,7 @@ def tag(tensor: torch.Tensor, layout: Layout | Record | str | None = None, /, **
     layout of the catalogue has the same shape and dtype, a guard compares the layout as well.
     """
     if layout is not None and not isinstance(layout, str):
-        declared: Layout = getattr(layout, "buffer", layout)  # of a record, the bytes
+        declared: Any = getattr(layout, "buffer", layout)  # of a record, the bytes
         from layoutcheck import _contract
 
         solved = _contract.check_tensor(declared, tensor, {}, memory=False)

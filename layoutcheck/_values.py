@@ -185,14 +185,13 @@ def _each(call_values: Mapping[str, Any], rule: Each, tensor: torch.Tensor) -> V
 def _finite(name: str, form: Form, rule: Finite, tensor: torch.Tensor, values: Mapping[str, Any]) -> Violation | None:
     """The first element that is not a number, where the rule says."""
     at = {axis: int(evaluate(e, values)) for axis, e in rule.at}
-    content, labels, element = tensor, form.labels, _dtypes.of(tensor.dtype)
+    content, labels, element = tensor, form.axes, _dtypes.of(tensor.dtype)
     if form.layout is not None:
         dims = layout_dims(form, values)
         if dims is None or form.layout.elements[0].bits < 8:
             return None  # not known where the elements are, or of a type that has no such code
         element = element if element in form.layout.elements else form.layout.elements[0]
         content = _index.elements(form.layout(**dims), tensor, element.torch)
-        labels = tuple(a.name for a in form.layout.axes)
     if any(at.get(label, -1) >= n for label, n in zip(labels, content.shape, strict=True)):
         return None  # nothing is there, as in a pool without pages
     part = content[tuple(at.get(label, slice(None)) for label in labels)]

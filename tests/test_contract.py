@@ -602,6 +602,7 @@ def test_return_annotations_are_a_contract():
     right = torch.zeros(2, 1, 3, dtype=torch.uint8)
     g(x, (right, 1))
     assert rules(broken(g, x, (right[:1], 1))) == [("return[0]", "shape")]
+    assert rules(broken(g, x, (right[..., :2].clone(), 1))) == [("return[0]", "shape")], "group follows from d"
     assert rules(broken(g, x, right)) == [("return", "presence")]
 
 

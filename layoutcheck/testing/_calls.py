@@ -429,21 +429,20 @@ def skipped(rule: Index, values: torch.Tensor, sizes: Mapping[str, Any]) -> torc
     return mask(parse_condition(f"index {rule.skip}"), {**sizes, "index": values})
 
 
-def skipped_value(rule: Index, sizes: Mapping[str, Any]) -> int | None:
-    """A value that the callable ignores."""
-    options = torch.tensor((-1, 0, -2, -(2**31)))
-    found = options[skipped(rule, options, sizes)]
-    return int(found[0]) if len(found) else None
+def skipped_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
+    """Some values that the callable ignores."""
+    options = torch.tensor((-1, 0, -2))
+    return options[skipped(rule, options, sizes)].tolist()  # type: ignore[no-any-return]
 
 
 def index_values(
     rule: Index, count: int, sizes: Mapping[str, Any], rnd: random.Random, unique: bool, mixed: bool
 ) -> tuple[int, ...]:
     """``count`` values that keep an index rule; skipped ones among them where ``mixed``."""
-    live, ignored = live_values(rule, sizes), skipped_value(rule, sizes)
+    live, ignored = live_values(rule, sizes), skipped_values(rule, sizes)
     if not count:
         return ()
-    if not live and ignored is None:
+    if not live and not ignored:
         raise Impossible("an index without a value that it may have")
     if not mixed and len(live) >= count:
         return tuple(live[:count])
@@ -451,11 +450,11 @@ def index_values(
         values = rnd.sample(live, min(count, len(live)))
     else:
         values = [rnd.choice((live[0], live[-1], rnd.choice(live))) for _ in range(count)]
-    if len(values) < count and ignored is None:
+    if len(values) < count and not ignored:
         raise Impossible("more rows than places for them")
-    result: list[int] = [*values, *([ignored] * (count - len(values)))]  # type: ignore[list-item]
-    if ignored is not None:
-        result = [ignored if rnd.random() < 0.2 else v for v in result]
+    result: list[int] = [*values, *(rnd.choice(ignored) for _ in range(count - len(values)))]
+    if ignored:
+        result = [rnd.choice(ignored) if rnd.random() < 0.2 else v for v in result]
     rnd.shuffle(result)
     return tuple(result)
 

@@ -234,21 +234,24 @@ def test_queries_and_table_may_be_slices():
 # --- range -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("queries", [None, [1, 12]])
+@pytest.mark.parametrize("queries", [None, [1, 40]])
 @pytest.mark.parametrize(("large", "small"), [("k", "q"), ("q", "k")])
 def test_largest_blocks_cancel(large, small, queries):
     """The block of the largest finite bf16 decodes to 2^128; times values near 2^-127 the logits are ordinary."""
 
     def edit(parts, slot):
-        parts[large + "s"][..., 0], parts[small + "s"][..., 0] = 247, 0  # 2^120 and 2^-127
+        # 2^120 and 2^-127. Where tiles are dequantised, a row's factors must not differ by more than about 2^100.
+        groups = slice(0, 1 if queries is None else 2)
+        parts[large + "s"][..., groups], parts[small + "s"][..., groups] = 247, 0
         parts[large][..., :32] = 256.0
         parts[small][..., :32] = (parts[small][..., :32].float().abs().clamp(0.25, 1.0)).to(E4M3)
 
-    made = problem("interleaved", [5, 66], queries, head_dim=64, edit=edit)
+    made = problem("interleaved", [5, 66], queries, edit=edit)
+    assert module._sizes(2, 64, 32, 21, True, ROOM)["SPREAD"] is False
     made.check(MX_SPREAD if queries is None else MX_TILES)
 
 
-@pytest.mark.parametrize("queries", [None, [1, 12]])
+@pytest.mark.parametrize("queries", [None, [1, 40]])
 def test_largest_values(queries):
     """Means of values close to the largest of bf16 are finite, though their sums are not."""
 
@@ -256,8 +259,21 @@ def test_largest_values(queries):
         parts["vs"][:] = 246  # 2^119
         parts["v"] = (parts["v"].float().abs() + 440.0).to(E4M3)
 
-    made = problem("interleaved", [40, 130], queries, edit=edit)
+    made = problem("interleaved", [40, 130], queries, head_dim=32, edit=edit)
     assert made.expected.max() > 2.0**127
+    made.check(MX_SPREAD if queries is None else MX_TILES)
+
+
+@pytest.mark.parametrize("queries", [None, [1, 40]])
+def test_zero_blocks_with_large_scales(queries):
+    """A zero block may carry any scale but NaN: twice 2^127 is not finite, zero times it is zero."""
+
+    def edit(parts, slot):
+        for name in "qk":
+            parts[name][..., 32:] = 0.0
+            parts[name + "s"][..., 1] = 254
+
+    made = problem("flat", [3, 50], queries, q_head=2, head=1, head_dim=64, edit=edit)
     made.check(MX_SPREAD if queries is None else MX_TILES)
 
 
@@ -276,7 +292,7 @@ def test_values_of_very_different_scale():
 @pytest.mark.parametrize("queries", [None, [1, 40]])
 def test_live_nan_stays_visible(queries):
     """Only what is not read is silenced: a NaN block makes the output of queries that read it NaN, of its KV head."""
-    made = problem("flat", [30, 70], queries)
+    made = problem("flat", [30, 70], queries, q_head=4, head=2)
     slot = int(made.arguments[3][1, 0]) * 96 + 2
     made.options["v_scale"].view(torch.uint8)[slot, 1, 0] = 0xFF
     out = paged_attention(*made.arguments, **made.options)
