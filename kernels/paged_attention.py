@@ -56,6 +56,8 @@ interleaved_offset_32 = MXFP8_SCALE_INTERLEAVED(offsets="int32").offset_fn(
 )
 
 LOG2_E = 1.4426950408889634
+# A block may decode to 2^128, as that of the largest bf16 does: dequantised Q and K are smaller by this.
+QUARTER = tl.constexpr(0.25)
 # Dequantised tiles of V are smaller by this power of two, given back at the end: a sum of finite values is finite.
 HEADROOM = tl.constexpr(2.0**-32)
 RESTORE = tl.constexpr(2.0**32)
@@ -221,15 +223,14 @@ def _attend_kernel(
             alive[:, None] & (group * BLOCK < HEAD_DIM),
             other=0,
         ).to(tl.int32)
-        # Powers of two above 1 are held back for the end: then no step is larger than the result.
-        lift = tl.maximum(tl.max(tl.where(q_byte == 255, 0, q_byte), axis=1), 127)
-        q_factor = scale_value(q_byte) * scale_value(254 - lift)[:, None]
-        lift_factor = scale_value(lift)
         if SPREAD:
+            # What a row's largest factor is above 1 is held back to the end: no step is larger than the result.
+            lift = tl.maximum(tl.max(tl.where(q_byte == 255, 0, q_byte), axis=1), 127)
+            q_factor = scale_value(q_byte) * scale_value(254 - lift)[:, None] * qk_scale
+            lift_factor = scale_value(lift)
             q_rows = q_rows.to(tl.float16)
-            q_factor *= qk_scale
         else:
-            q_rows = _dequantise(q_rows, q_factor, ROWS, K_GROUPS)
+            q_rows = _dequantise(q_rows, scale_value(q_byte) * QUARTER, ROWS, K_GROUPS)
 
     # Keys [begin, stop) of this split, out of [lowest, end) that any query of the tile sees.
     end = tl.maximum(offset + tl.minimum(first + BLOCK_Q, queries), 0)
@@ -277,11 +278,8 @@ def _attend_kernel(
             logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
             logits = tl.sum(logits, axis=1) * lift_factor[:, None]
         elif MX:
-            # Each key relative to its largest factor, as bf16 does not hold the 2^128 that a block may decode to. A block
-            # that is smaller than another of its key by more than 2^100 loses bits.
-            k_top = tl.max(tl.where(k_code == 255, 0, k_code), axis=1)
-            k = _dequantise(k, scale_value(k_code) * scale_value(254 - k_top)[:, None], BLOCK_N, K_GROUPS)
-            logits = tl.dot(q_rows, tl.trans(k)) * (scale_value(k_top) * qk_scale)[None, :] * lift_factor[:, None]
+            k = _dequantise(k, scale_value(k_code) * QUARTER, BLOCK_N, K_GROUPS)
+            logits = tl.dot(q_rows, tl.trans(k)) * (qk_scale / (QUARTER * QUARTER))
         else:
             logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
         if CAPPED:

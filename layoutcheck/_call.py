@@ -263,3 +263,8 @@ def filled(expr: Expr, values: Mapping[str, Any]) -> Expr:
         case Op(op, args) if op not in ARGUMENT_FUNCTIONS:
             return Op(op, tuple(filled(a, values) for a in args))
     return expr
+
+
+def shown(value: Any) -> str:
+    """A value for a message: text in quotes."""
+    return repr(value) if isinstance(value, str) else str(value)

@@ -29,7 +29,7 @@ def shape(
     call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any]
 ) -> tuple[str | None, str | None]:
     """Cause and fix of a wrong shape; None where no explanation fits."""
-    return _joined(_shape_causes(call, spec, form, value, expected), call, spec, form)
+    return _joined(_shape_causes(call, spec, form, value, expected))
 
 
 def _shape_causes(
@@ -60,7 +60,7 @@ def _shape_causes(
         yield from _axes.rounded(name, labels, actual, wanted)
 
 
-def _joined(found: Iterator[Found], call: Call, spec: TensorSpec, form: Form) -> tuple[str | None, str | None]:
+def _joined(found: Iterator[Found]) -> tuple[str | None, str | None]:
     causes: dict[str, str | None] = {}
     for text, fix in found:
         causes.setdefault(text, fix)

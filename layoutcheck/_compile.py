@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from layoutcheck import _manifest, _mode, _tags, _twins
+from layoutcheck import _manifest, _mode, _tags, _trace, _twins
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, plan, source
 from layoutcheck._dtypes import Element
@@ -40,6 +41,9 @@ class _Writer:
             "_live": _mode.state,
             "_compiling": torch.compiler.is_compiling,
             "_broken": contract.broken,
+            "_reason": _trace.reason(contract),
+            "_index": operator.index,
+            "_end_graph": _trace.end_graph,
             "_values": contract.check_values,
             "_caught": CAUGHT,
             "_overlap": overlap,
@@ -290,7 +294,9 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
     out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
-    out += ["    if not _ok:", f"        _broken({{{everything}}})"]
+    traced = _for_trace(w, contract)
+    out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason(None, {traced}))"]
+    out += [f"        _broken({{{everything}}})"]
     each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
     if each or any(s.values or _padded(s) for s in contract.tensors.values()):
         out += ["    if _live.watch and not _compiling():", f"        _values({{{everything}}})"]
@@ -298,7 +304,12 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     if contract.results:
         w.globals["_result"] = _result_checker(contract)
         out += [f"    _r = {wait}_fn({call})", *_result_lines(w, contract)]
-        out += ["    if not _ok:", f"        _result(_r, {{{everything}}})", "    return _r"]
+        out += ["    if not _ok:", "        if _compiling():"]
+        out += [
+            f"            _end_graph(_reason(_r, {traced}))",
+            f"        _result(_r, {{{everything}}})",
+            "    return _r",
+        ]
     else:
         out += [f"    return {wait}_fn({call})"]
     text = "\n".join(out) + "\n"
@@ -307,6 +318,21 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     exec(compile(text, filename, "exec"), w.globals)
     contract.source = text
     return w.globals[name]
+
+
+def _for_trace(w: _Writer, contract: Contract) -> str:
+    """The arguments as keywords that Dynamo can hand to a Python function: a symbol as the number it stands for."""
+    parts = []
+    for name in (*contract.signature.parameters, *contract.derive):
+        parameter = contract.signature.parameters.get(name)
+        if parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue  # not checked, and of any kind
+        value = name if name in contract.tensors or parameter is not None else w.local(name)
+        scalar = contract.scalars.get(name)
+        if scalar is not None and scalar.type is int:
+            value = f"_index({value}) if isinstance({value}, {w.constant(scalar.classes)}) else {value}"
+        parts.append(f"{name}={value}")
+    return ", ".join(parts)
 
 
 def _padded(spec: TensorSpec) -> bool:
@@ -428,7 +454,7 @@ def _scalar(w: _Writer, name: str, spec: ScalarSpec) -> str | None:
         if spec.type is int:  # the exact type first: isinstance with a tuple costs three times as much
             return f"(type({name}) is int or isinstance({name}, {w.constant(spec.classes)}))"
         return f"isinstance({name}, {w.constant(spec.classes if len(spec.classes) > 1 else spec.classes[0])})"
-    return f"{w.constant(spec.test)}({name})" if spec.test else None
+    return f"(_compiling() or {w.constant(spec.test)}({name}))" if spec.test else None  # beartype takes a lock
 
 
 def _same_device(w: _Writer, required: list[TensorSpec]) -> list[str]:
@@ -570,7 +596,7 @@ def _result_checker(contract: Contract) -> Callable[[Any, dict[str, Any]], None]
     def check(result: Any, values: dict[str, Any]) -> None:
         from layoutcheck import _explain
 
-        if found := _explain.explain_result(contract, result, values):
+        if found := _trace.untraced(_explain.explain_result)(contract, result, values):
             contract.report(found)
 
     return check

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from layoutcheck import _mode, _solve, _specs
+from layoutcheck import _mode, _solve, _specs, _trace
 from layoutcheck._choose import Choose
 from layoutcheck._dims import arguments, brief, names
 from layoutcheck._errors import LayoutError, Violation
@@ -77,7 +77,7 @@ class Contract:
         """Called by the compiled guard when a rule is not kept: explain, then raise or warn."""
         from layoutcheck import _explain
 
-        found = _explain.explain(self, values)
+        found = _trace.untraced(_explain.explain)(self, values)
         if not found:
             raise RuntimeError(
                 f"{self.name}: the compiled guard refused a call in which no broken rule can be found. This is a "
@@ -289,9 +289,9 @@ def contract(
 
     Annotations: jaxtyping for plain tensors (``BFloat16[Tensor, "token head head_dim"]``), ``Annotated[Tensor, layout,
     ...]`` for laid-out buffers, with :class:`Writes`, :class:`Index`, :class:`Indptr` and :class:`Finite` beside the
-    layout. Rules:
-    comparisons in text (``"page_size % 32 == 0"``), :func:`when`, :func:`needs`, :func:`forbids`, :func:`together`,
-    :func:`no_overlap`, :func:`each`, :func:`agree`. ``same_device``: all tensors are on one device. ``mode`` overrides the process's mode.
+    layout. Rules: comparisons in text (``"page_size % 32 == 0"``), :func:`when`, :func:`needs`, :func:`forbids`,
+    :func:`together`, :func:`no_overlap`, :func:`each`, :func:`agree`. ``same_device``: all tensors are on one device.
+    ``mode`` overrides the process's mode.
 
     ``derive`` reaches what is not an argument: ``derive={"page_size": lambda self, **_: self.page_size}``; each
     function is called with every argument by name, and its result is a dim or, where ``annotations`` gives it a

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _causes, _compile, _dtypes, _manifest, _tags
-from layoutcheck._call import Call, filled
+from layoutcheck import _causes, _compile, _declared, _dtypes
+from layoutcheck._call import Call, filled, shown
 from layoutcheck._dims import Const, Expr, Inexact, Name, Op, arguments, brief, calls, evaluate, names, substitute
 from layoutcheck._errors import Rule, Violation
 from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
@@ -107,7 +107,7 @@ def rule(call: Call, under: tuple[Condition, ...], rule: Any, broken: set[str]) 
         case Each((name,)) if name not in call.contract.tensors:
             yield from _each(call, rule, because)
         case Agree((first, second), fields):
-            yield from _disagreement(call, first, second, fields)
+            yield from _declared.disagreement(call, first, second, fields)
 
 
 def _because(call: Call, under: tuple[Condition, ...]) -> str:
@@ -128,7 +128,7 @@ def _fact(call: Call, expr: Expr) -> str:
             return " and ".join(_fact(call, p) for p in parts if call.holds(Condition(p)))
         case Name(n):
             return f"{n} is {call.values.get(n)}"
-    facts = [f"{n} = {_shown(call.values[n])}" for n in dict.fromkeys(names(expr)) if n in call.values]
+    facts = [f"{n} = {shown(call.values[n])}" for n in dict.fromkeys(names(expr)) if n in call.values]
     return brief(expr) if isinstance(expr, Op) and expr.op == "==" else f"{brief(expr)} ({', '.join(facts)})"
 
 
@@ -172,10 +172,10 @@ def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
                 n, "dtype", wanted, got, None, f"pass {n} as {wanted}",
                 headline=f"{n} must be {wanted}{same}{why}, got {got}", body=(),
             )  # fmt: skip
-        case Op("==" | "!=" | "in" | "not in" as op, operands) if any(_is_tag(o) for o in operands):
-            return _tagged(call, expr, op, operands, why)
+        case Op("==" | "!=" | "in" | "not in" as op, operands) if any(_declared.is_tag(o) for o in operands):
+            return _declared.tagged(call, expr, op, operands, why)
     used = list(dict.fromkeys(names(expr)))
-    facts = [f"{n} = {_shown(call.values[n])}{_from(call, n)}" for n in used if n in call.values]
+    facts = [f"{n} = {shown(call.values[n])}{_from(call, n)}" for n in used if n in call.values]
     facts += [f"{n} is {_dtype_of(call.arguments.get(n))}" for n in _dtype_arguments(expr)]
     argument = _owner(call, expr, used)
     got = detail or _sides(call, expr) or ", ".join(facts)
@@ -220,51 +220,6 @@ def _kind(call: Call, expr: Expr, used: list[str]) -> Rule:
     return "shape" if len(sources) == 1 and sources <= set(call.contract.tensors) else "relation"
 
 
-_TAG_RULES: dict[str, Rule] = {"layout": "layout", "encoding": "dtype"}
-
-
-def _is_tag(expr: Expr) -> bool:
-    return isinstance(expr, Op) and expr.op in ("tag", "tags")
-
-
-def _tagged(call: Call, expr: Expr, op: str, operands: tuple[Expr, ...], why: str) -> Violation:
-    """A condition on what is known of a tensor's memory."""
-    about = [o for o in operands if isinstance(o, Op) and _is_tag(o)]
-    (name, fact), *others = [(o.args[0].name, o.args[1].value) for o in about]  # type: ignore[union-attr]
-    value = evaluate(about[0], call.values, call.arguments)
-    got = f"{name} has {fact} {_shown(value)}" if value not in (None, ()) else f"{name} has no tag {fact}"
-    if others:
-        other, _ = others[0]
-        wanted = f"{fact} {_shown(_tags.fact(call.arguments.get(other), fact))}, as {other} has"
-    elif op == "==":
-        wanted = " or ".join(_shown(evaluate(o, call.values, call.arguments)) for o in operands if not _is_tag(o))
-        sources = [n for o in operands for n in names(o)]
-        wanted = f"{fact} {wanted}" + (f" ({', '.join(sources)})" if sources else "")
-    else:
-        wanted = brief(expr)
-    cause = None
-    if about[0].op == "tags":
-        shared = [
-            n
-            for n in call.contract.tensors
-            if n != name and _tags.shared(call.arguments.get(name), call.arguments.get(n))
-        ]
-        cause = f"{name} shares its memory with {', '.join(shared)}" if shared else None
-    fix = (
-        f"pass {name} with {wanted}"
-        if value is not None
-        else f"layoutcheck.tag({name}, {fact}=...) where it is written"
-    )
-    if others:
-        fix = f"write, move or resize {name} and {others[0][0]} in the same step"
-    elif about[0].op == "tags":
-        fix = f"give {name} memory of its own, or skip the call"
-    return Violation(
-        name, _TAG_RULES.get(fact, "relation"), wanted, got, cause, fix,
-        headline=f"{got}; needed is {wanted}{why}", body=(),
-    )  # fmt: skip
-
-
 def _each(call: Call, rule: Each, because: str) -> Iterator[Violation]:
     """The values of a sequence that do not keep a comparison."""
     (name,) = rule.arguments
@@ -277,33 +232,13 @@ def _each(call: Call, rule: Each, because: str) -> Iterator[Violation]:
     if not bad:
         return
     at = bad[0]
-    shown = brief(filled(rule.expr, {**call.values, VALUE: values[at]})).partition(" == ")[0]
+    computed = brief(filled(rule.expr, {**call.values, VALUE: values[at]})).partition(" == ")[0]
     why = f" because {because}" if because else ""
     more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
     yield Violation(
-        name, "value", f"every {brief(expr)}", f"{name}[{at}] = {values[at]} ({shown}){more}", None,
+        name, "value", f"every {brief(expr)}", f"{name}[{at}] = {values[at]} ({computed}){more}", None,
         _fix(call, expr, name), headline=f"{name}: {brief(expr)} is needed for every value{why}",
     )  # fmt: skip
-
-
-def _disagreement(call: Call, first: str, second: str, fields: tuple[str, ...]) -> Iterator[Violation]:
-    """Every field in which two descriptors differ."""
-    found = _manifest.diff(call.arguments.get(first), call.arguments.get(second), fields)
-    if not found:
-        return
-    shown = found[:_MOST_FIELDS]
-    width = max(len(d.field) for d in shown)
-    rest = [f"and {len(found) - len(shown)} fields more"] if len(found) > len(shown) else []
-    lines = [f"{d.field:<{width}}  {d.first} in {first}, {d.second} in {second}" for d in shown]
-    yield Violation(
-        second, "peer", ", ".join(f"{d.field} = {d.first}" for d in shown),
-        ", ".join(f"{d.field} = {d.second}" for d in shown), None,
-        f"refuse this {second}: give both sides one configuration, then exchange {first} and {second} again",
-        headline=f"{second} differs from {first}", body=(*lines, *rest),
-    )  # fmt: skip
-
-
-_MOST_FIELDS = 8
 
 
 def _dtype_words(call: Call, expr: Expr) -> str:
@@ -345,7 +280,7 @@ def _sides(call: Call, expr: Expr) -> str:
     if not isinstance(left, Op) and not isinstance(right, Op):
         return ""  # the names and their numbers say it all
     sides = [(left, a)] if isinstance(right, Const) else [(left, a), (right, b)]
-    return " and ".join(f"{brief(filled(e, call.values))} = {v}" if isinstance(e, Op) else _shown(v) for e, v in sides)
+    return " and ".join(f"{brief(filled(e, call.values))} = {v}" if isinstance(e, Op) else shown(v) for e, v in sides)
 
 
 def _fix(call: Call, expr: Expr, argument: str) -> str | None:
@@ -354,7 +289,7 @@ def _fix(call: Call, expr: Expr, argument: str) -> str | None:
             return f"choose {brief(a)} as a multiple of {n}"
         case Op("==", (Name(n), other)) if n in call.contract.scalars:
             try:
-                return f"pass {n} = {_shown(evaluate(other, call.values, call.arguments))}"
+                return f"pass {n} = {shown(evaluate(other, call.values, call.arguments))}"
             except (KeyError, Inexact, TypeError):
                 pass
         case Op("==" | "in", (Name(n), Const() | Op("tuple"))) if argument not in call.contract.tensors:
@@ -385,10 +320,6 @@ def _from(call: Call, name: str) -> str:
 
 def _is(names_: list[str]) -> str:
     return "is" if len(names_) == 1 else "are"
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) and not value else repr(value) if isinstance(value, str) else str(value)
 
 
 def _dtype_arguments(expr: Expr) -> Iterator[str]:

@@ -56,10 +56,10 @@ def _halves(which: int, layout: Callable[[dict[str, Any]], str]) -> Callable[...
 
 _HEADS = ("num_kv_heads > 0", "num_qo_heads % num_kv_heads == 0", "page_size > 0")
 
+# The tables may be on the host, or on the device, or some here and some there: plan moves them itself.
 PEER.guard(
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.plan",
     *_HEADS,
-    same_device=True,
     **_page_table(""),
     num_qo_heads=int,
     num_kv_heads=int,
@@ -70,8 +70,9 @@ PEER.guard(
 PEER.guard(
     "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper.plan",
     *_HEADS,
-    same_device=True,
-    qo_indptr=Annotated[Tensor, _table("bound", "batch + 1")],
+    when("backend != 'cudnn'", "dtype(qo_indptr) == int32"),
+    derive=dict(backend=lambda self, **_: self._backend),
+    qo_indptr=Annotated[Tensor, _table("bound", "batch + 1", INT32, INT64), Indptr("2147483647", capacity=True)],
     **_page_table("paged_kv_"),
     num_qo_heads=int,
     num_kv_heads=int,
@@ -102,13 +103,17 @@ for _wrapper in ("decode:BatchDecodeWithPagedKVCacheWrapper", "prefill:BatchPref
 
 # --- append -----------------------------------------------------------------------------------------------------------
 
+_HALF = [_halves(which, lambda arguments: arguments["kv_layout"]) for which in (0, 1)]
+
 PEER.guard(
     "flashinfer.page:append_paged_kv_cache",
     "kv_layout in ('NHD', 'HND')",
+    "equal_strides",
     same_device=True,
     derive=dict(
-        k_cache=_halves(0, lambda arguments: arguments["kv_layout"]),
-        v_cache=_halves(1, lambda arguments: arguments["kv_layout"]),
+        equal_strides=lambda **a: _HALF[0](**a).stride() == _HALF[1](**a).stride(),
+        k_cache=_HALF[0],
+        v_cache=_HALF[1],
     ),
     append_key=Layout("append_key", "token head head_dim -> token head head_dim", dtype=_QUERY, dense="head_dim"),
     append_value=Layout("append_value", "token head head_dim -> token head head_dim", dtype=_QUERY, dense="head_dim"),

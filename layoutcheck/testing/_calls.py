@@ -160,9 +160,9 @@ def tensors(layout: Layout | Choose | Record, *, data: bool = True, **bounds: An
     if isinstance(layout, Choose):
         return st.one_of(*(tensors(one, data=data, **bounds) for one in layout.layouts))
     layout = layout.buffer if isinstance(layout, Record) else layout
-    made = _tensor_contract(layout, ())
+    made = _tensor_contract(layout, tuple(sorted(layout.dims)))
 
-    def holder(*, tensor: torch.Tensor) -> None: ...
+    def holder(*, tensor: torch.Tensor, **dims: int) -> None: ...
 
     holder.contract = made  # type: ignore[attr-defined]
     return _drawn(_Source(made, holder, bounds, data)).map(lambda call: call.arguments["tensor"])

@@ -240,11 +240,10 @@ def test_largest_blocks_cancel(large, small, queries):
     """The block of the largest finite bf16 decodes to 2^128; times values near 2^-127 the logits are ordinary."""
 
     def edit(parts, slot):
-        # 2^120 and 2^-127. Where tiles are dequantised, a row's factors must not differ by more than about 2^100.
-        groups = slice(0, 1 if queries is None else 2)
-        parts[large + "s"][..., groups], parts[small + "s"][..., groups] = 247, 0
-        parts[large][..., :32] = 256.0
-        parts[small][..., :32] = (parts[small][..., :32].float().abs().clamp(0.25, 1.0)).to(E4M3)
+        parts[large + "s"][..., 0], parts[small + "s"][..., 0] = 247, 0  # 2^120 and 2^-127
+        parts[large][..., :32] = 0.0
+        parts[large][..., 7] = 256.0
+        parts[small][..., :32] = (parts[small][..., :32].float().abs().clamp(0.25, 1.0) * 16.0).to(E4M3)
 
     made = problem("interleaved", [5, 66], queries, edit=edit)
     assert module._sizes(2, 64, 32, 21, True, ROOM)["SPREAD"] is False
