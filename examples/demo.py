@@ -119,9 +119,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, loc: Tensor, pool: MXFP8KVPool) -> U
     results.append(("FP8 groups, latent row", out, rows, dim + dim // 64 * 4))
     for name, got, want, size in results:
         base = bf16_bytes if "latent" not in name else 2 * dim
-        print(
-            f"   {name:<24} relative error {relative(got, want):.4f}   {size:>5} bytes a token, {size / base:.3f} of bf16"
-        )
+        error = relative(got, want)
+        print(f"   {name:<24} relative error {error:.4f}   {size:>5} bytes a token, {size / base:.3f} of bf16")
     return latent
 
 

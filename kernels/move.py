@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import torch
 import triton
 import triton.language as tl
-from layoutcheck.kernels._launch import launch, raw
 from torch import Tensor
 
 from layoutcheck import E8M0, Choose, Index, Layout, Writes, contract, no_overlap, together
 from layoutcheck._dtypes import ELEMENTS
+from layoutcheck.kernels._launch import launch, raw
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 
 SCALES = Choose({"scale_layout == 'interleaved'": MXFP8_SCALE_INTERLEAVED, "scale_layout == 'flat'": MXFP8_SCALE_FLAT})
@@ -82,7 +82,8 @@ def store_scales(
     """Store rows of scales at their slots; slot 0 and negative slots are skipped.
 
     ``scale`` (token, head, group) E8M0 or uint8, ``loc`` (token,) int64, ``cache`` in ``mxfp8.interleaved`` or
-    ``mxfp8.flat``; any number of groups. Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
+    ``mxfp8.flat``; any number of groups. Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the
+    interpreter.
     """
     _move_scales(scale, loc, cache, page_size, scale_layout, load=False)
 

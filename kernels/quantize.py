@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
-from layoutcheck.kernels._launch import launch, raw
-from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from torch import Tensor
 
 from layoutcheck import E4M3, Choose, Index, Layout, LayoutError, Violation, Writes, contract, when
+from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 from layoutcheck.layouts.paged import PAGED_NHD
 from layoutcheck.layouts.rows import ROWS_THD

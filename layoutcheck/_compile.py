@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,15 +39,18 @@ class _Writer:
         self.globals: dict[str, Any] = {
             "_live": _mode.state,
             "_compiling": torch.compiler.is_compiling,
+            "_dynamo": torch.compiler.is_dynamo_compiling,
+            "_contract": contract,
             "_broken": contract.broken,
             "_reason": _trace.reason(contract),
-            "_index": operator.index,
+            "_described": _trace.described,
             "_end_graph": _trace.end_graph,
             "_values": contract.check_values,
             "_caught": CAUGHT,
             "_overlap": overlap,
             "_apart": apart,
             "_agree": _manifest.agree,
+            "_address": _tags.address,
             "_fact": _tags.fact,
             "_facts": _tags.facts,
         }
@@ -161,7 +163,7 @@ class _Writer:
         tests += self.strides(x, form)
         for index, size in form.align:
             if index is None:
-                tests.append(f"(_compiling() or {x}.data_ptr() % {_atom(self.size(size))} == 0)")
+                tests.append(f"(_compiling() or _address({x}) % {_atom(self.size(size))} == 0)")
             else:
                 pitch = f"{x}.stride({index}) * {x}.element_size() % {_atom(self.size(size))}"
                 tests.append(f"{pitch} == 0" if index in form.strict else f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
@@ -274,12 +276,14 @@ def _atom(text: str) -> str:
 
 def overlap(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether two tensors share memory, by the range of addresses that each spans."""
-    if a is None or b is None or a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.device.type == "meta":
+    if a is None or b is None or a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
     spans = []
     for t in (a, b):
+        if (start := _tags.address(t)) == 0:
+            return False
         reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-        spans.append((t.data_ptr(), t.data_ptr() + reach * t.element_size()))
+        spans.append((start, start + reach * t.element_size()))
     return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
@@ -295,18 +299,21 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
     traced = _for_trace(w, contract)
-    out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason(None, {traced}))"]
+    out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason({traced}))"]
     out += [f"        _broken({{{everything}}})"]
     each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
     if each or any(s.values or _padded(s) for s in contract.tensors.values()):
-        out += ["    if _live.watch and not _compiling():", f"        _values({{{everything}}})"]
+        # Dynamo would guard on the mode that it reads, and compile again when that changes.
+        out += ["    if not _dynamo() and (_live.watch or _contract.mode == 'values'):"]
+        out += [f"        _values({{{everything}}})"]
     w.globals["_fn"] = fn
     if contract.results:
         w.globals["_result"] = _result_checker(contract)
+        w.globals["_reason_of_result"] = _trace.reason_of_result(contract)
         out += [f"    _r = {wait}_fn({call})", *_result_lines(w, contract)]
         out += ["    if not _ok:", "        if _compiling():"]
         out += [
-            f"            _end_graph(_reason(_r, {traced}))",
+            f"            _end_graph(_reason_of_result(_described(_r), {traced}))",
             f"        _result(_r, {{{everything}}})",
             "    return _r",
         ]
@@ -321,17 +328,14 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
 
 
 def _for_trace(w: _Writer, contract: Contract) -> str:
-    """The arguments as keywords that Dynamo can hand to a Python function: a symbol as the number it stands for."""
+    """The arguments as keywords whose values are constants of the trace."""
     parts = []
     for name in (*contract.signature.parameters, *contract.derive):
         parameter = contract.signature.parameters.get(name)
         if parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue  # not checked, and of any kind
         value = name if name in contract.tensors or parameter is not None else w.local(name)
-        scalar = contract.scalars.get(name)
-        if scalar is not None and scalar.type is int:
-            value = f"_index({value}) if isinstance({value}, {w.constant(scalar.classes)}) else {value}"
-        parts.append(f"{name}={value}")
+        parts.append(f"{name}=_described({value})")
     return ", ".join(parts)
 
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
+import sys
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
@@ -55,6 +58,7 @@ class Contract:
         self.scalars = {n: s for n, s in self.specs.items() if isinstance(s, ScalarSpec)}
         self.conditions = [(under, r) for under, r in flatten(self.rules)]
         self.steps, self.checks = _solve.solve(self)
+        self._warned: set[tuple[Any, ...]] = set()
         self._check_rules()
 
     # --- what a call means -------------------------------------------------------------------------------------------
@@ -87,20 +91,23 @@ class Contract:
 
     def check_values(self, values: dict[str, Any]) -> None:
         """Called by the compiled guard where a ``values`` mode may be on."""
+        if torch.compiler.is_compiling():
+            return
         from layoutcheck import _values
 
         if (self.mode or _mode.mode.get()) == "values" and (found := _values.check(self, values)):
             self.report(found)
 
     def report(self, found: list[Violation]) -> None:
-        """Raise the violations, or warn of them, as the mode says."""
-        error = LayoutError(self.name, found)
-        if not torch.compiler.is_compiling() and (self.mode or _mode.mode.get()) == "warn":
-            import warnings
-
-            warnings.warn(str(error), UserWarning, stacklevel=4)
-        else:
-            raise error
+        """Raise the violations, or warn of them, as the mode says: once for each call site and broken rule."""
+        if torch.compiler.is_compiling() or (self.mode or _mode.mode.get()) != "warn":
+            raise LayoutError(self.name, found)
+        caller = sys._getframe(3)  # behind this, what found the violations, and the guard
+        site = caller.f_code.co_filename, caller.f_lineno
+        keys = {v: (*site, v.argument, v.rule, re.sub(r"\d+", "", v.headline)) for v in found}
+        if new := [v for v in found if keys[v] not in self._warned]:
+            warnings.warn(str(LayoutError(self.name, new)), UserWarning, stacklevel=4)
+            self._warned.update(keys[v] for v in new)
 
     # --- decoration --------------------------------------------------------------------------------------------------
 
@@ -336,8 +343,9 @@ def _guarded(fn: Any, made: Contract) -> Any:
 
     wrapper = _compile.compile_guard(fn, made)
     functools.update_wrapper(wrapper, fn)
-    wrapper.__defaults__ = getattr(fn, "__defaults__", None)
-    wrapper.__kwdefaults__ = getattr(fn, "__kwdefaults__", None)
+    if not hasattr(fn, "__wrapped__"):  # a decorated function has its defaults in its signature alone
+        wrapper.__defaults__ = getattr(fn, "__defaults__", None)
+        wrapper.__kwdefaults__ = getattr(fn, "__kwdefaults__", None)
     wrapper.contract = made
     return wrapper
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _causes, _compile, _dtypes, _relations, _suspects, _twins
+from layoutcheck import _causes, _compile, _dtypes, _relations, _suspects, _tags, _twins
 from layoutcheck._call import Call
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names, plan
@@ -297,9 +297,9 @@ def _alignment(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) ->
         if wanted is None:
             continue
         if index is None:
-            if value.device.type == "meta" or torch.compiler.is_compiling() or value.data_ptr() % wanted == 0:
+            if torch.compiler.is_compiling() or _tags.address(value) % wanted == 0:
                 continue
-            got, what = value.data_ptr() % wanted, "base address"
+            got, what = _tags.address(value) % wanted, "base address"
             offset = value.storage_offset() * value.element_size()
             cause = f"{name} starts {offset} bytes into its storage" if offset % wanted else None
             fix = f"start {name} at a multiple of {wanted} bytes"

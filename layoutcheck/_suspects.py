@@ -60,6 +60,8 @@ def _other_axes(call: Call, broken: set[str]) -> Iterator[Trial]:
         form = call.form_of(spec) if spec else None
         if form is None or form.variadic or not isinstance(value, torch.Tensor) or not value.is_contiguous():
             continue
+        if value.dim() != len(form.sizes):
+            continue
         for i, j in itertools.combinations(range(value.dim()), 2):
             shape = list(value.shape)
             shape[i], shape[j] = shape[j], shape[i]

@@ -80,7 +80,8 @@ def remember(
     """Tag a tensor's bytes; what was said of the same tensor before is kept where nothing new is said."""
     if torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor):
         return  # neither has memory that could be remembered
-    storage = tensor.untyped_storage()
+    if (storage := storage_of(tensor)) is None:
+        return
     start, stop = extent(tensor)
     old = _of(storage)
     before = [t for t in old if (t.start, t.stop) == (start, stop) and ((of := t.tensor()) is None or of is tensor)]
@@ -145,7 +146,23 @@ def _covering(tensor: Any) -> tuple[Tag, ...]:
 
 
 def _of_tensor(tensor: Any) -> tuple[Tag, ...]:
-    return _of(tensor.untyped_storage()) if isinstance(tensor, torch.Tensor) else ()
+    return _of(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else ()
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """A tensor's storage; None for one that has none of its own, as in functorch's transforms."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:
+        return None
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor's first element is; 0 for one without memory: fake, meta, functorch's, a wrapper of others."""
+    try:
+        return 0 if isinstance(tensor, torch._subclasses.FakeTensor) else tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _of(storage: Any) -> tuple[Tag, ...]:
@@ -166,7 +183,7 @@ def shared(a: Any, b: Any) -> bool:
     """Whether two tensors have bytes of one storage in common, by the range that each spans."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    if a.untyped_storage() is not b.untyped_storage():
+    if (storage := storage_of(a)) is None or storage is not storage_of(b):
         return False
     (start, stop), (other, end) = extent(a), extent(b)
     return start < end and other < stop

@@ -106,7 +106,7 @@ class Reader:
 
     def __call__(self, tensor: torch.Tensor, *sizes: int) -> bool:
         """Whether nothing is known that says the memory was laid out otherwise."""
-        entry = _tags._known.get(id(tensor.untyped_storage()))
+        entry = _tags._known.get(id(_tags.storage_of(tensor)))
         if entry is None:
             return True
         key = (self, sizes, tensor.storage_offset(), tensor.is_contiguous())

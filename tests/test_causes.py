@@ -513,3 +513,78 @@ def test_index_tensors_of_another_length():
     found = only(f, torch.zeros(5, 2, 3, dtype=torch.bfloat16), torch.arange(4))
     assert "loc fits token = 4; this call has token = 5 (k)" in str(found)
     assert f(torch.zeros(4, 2, 3, dtype=torch.bfloat16), torch.arange(4)) == "ran"
+
+
+# --- any mistakes -----------------------------------------------------------------------------------------------------
+
+TENSORS = ("k", "v", "k_cache", "k_scale", "v_scale")
+MISTAKES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "doubled": lambda x, i, j: torch.cat([x.view(torch.uint8)] * 2, i % (x.dim() - 1)).view(x.dtype),
+    "halved": lambda x, i, j: x.narrow(i % x.dim(), 0, max(1, x.shape[i % x.dim()] // 2)).contiguous(),
+    "transposed": lambda x, i, j: x.transpose(i % x.dim(), j % x.dim()).contiguous(),
+    "an axis less": lambda x, i, j: x.select(i % x.dim(), 0).contiguous(),
+    "an axis more": lambda x, i, j: x.unsqueeze(i % x.dim()),
+    "merged": lambda x, i, j: x.flatten(i % (x.dim() - 1), i % (x.dim() - 1) + 1),
+    "as bytes": lambda x, i, j: x.view(torch.uint8),
+}
+
+
+def sizes_of(call: dict[str, Any]) -> dict[str, int] | None:
+    """The sizes that the contract binds in a call, with ``store``'s rules for where each comes from."""
+    if any(call[n].dim() != 3 for n in ("k", "v", "k_cache")):
+        return None
+    return dict(
+        slot=call["k_cache"].shape[0], page_size=call["page_size"], head=call["k"].shape[1],
+        head_dim=call["k"].shape[2], v_head_dim=call["v"].shape[2],
+    )  # fmt: skip
+
+
+def undone(call: dict[str, Any], violation: Violation, text: str) -> dict[str, Any] | None:
+    """The call in which a cause does not hold any more; None for a cause that this test cannot undo by itself."""
+    if found := re.search(r"with (\w+) = (\d+) every rule", text):
+        return call | {found[1]: int(found[2])}
+    if found := re.match(r"(\w+) and (\w+) are swapped: exchanged", text):
+        return call | {found[1]: call[found[2]], found[2]: call[found[1]]}
+    if found := re.match(r"\w+ and \w+ are swapped in (\w+),", text):
+        axes = map(int, re.findall(r"transpose\((\d), (\d)\)", violation.fix or "")[0])
+        return call | {found[1]: call[found[1]].transpose(*axes).contiguous()}
+    if (found := re.match(r"(\w+) fits (\w+) = (\d+); this call", text)) and (sizes := sizes_of(call)):
+        sizes[found[2]] = int(found[3])
+        divides = sizes["slot"] % sizes["page_size"] == 0 and sizes["page_size"] % 32 == 0
+        if divides and sizes["head_dim"] % 32 == 0 and sizes["v_head_dim"] % 32 == 0 and found[2] != "token":
+            return valid(**sizes) | {found[1]: call[found[1]]}
+    return None
+
+
+@settings(max_examples=150)
+@given(
+    dims=st.fixed_dictionaries(
+        dict(page=st.integers(1, 5), page_size=st.sampled_from([32, 64, 128]), head=st.integers(1, 4))
+        | dict.fromkeys(("head_dim", "v_head_dim"), st.sampled_from([32, 64, 96]))
+    ),
+    mistakes=st.lists(
+        st.tuples(
+            st.sampled_from(TENSORS), st.sampled_from([*MISTAKES, *TENSORS]), st.integers(0, 3), st.integers(0, 3)
+        ),
+        max_size=2,
+    ),
+    page_size=st.sampled_from([None, None, 16, 64, 96, 128]),
+)
+def test_whatever_cause_is_printed_for_any_mistakes_is_true(dims, mistakes, page_size):
+    page = dims.pop("page")
+    call = valid(slot=page * dims["page_size"], **dims)
+    for name, what, i, j in mistakes:
+        if what in TENSORS:
+            call[name], call[what] = call[what], call[name]
+        elif call[name].dim() > 1 and not (what == "as bytes" and call[name].element_size() > 1):
+            call[name] = MISTAKES[what](call[name], i, j)
+    if page_size is not None:
+        call["page_size"] = page_size
+    try:
+        store(**call)
+    except LayoutError as error:
+        for violation in error.violations:
+            assert len(str(violation)) <= 700, str(violation)
+            for text in (violation.cause or "").split("\nor: "):
+                if (better := undone(call, violation, text)) is not None:
+                    assert store(**better) == "ran", (text, str(error))

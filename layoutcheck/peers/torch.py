@@ -74,6 +74,6 @@ PEER.guard(
     mat_b=Shaped[Tensor, "k_of_b n"],
     block_scale_a=Tensor,
     block_scale_b=Tensor,
-    packed_a=bool,
-    packed_b=bool,
+    **dict.fromkeys(("recipe_a", "recipe_b", "tiles_a", "tiles_b"), str),
+    **dict.fromkeys(("packed_a", "packed_b"), bool),
 )

@@ -76,6 +76,7 @@ def check(
     mutants: int = 30,
     adjust: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     partial: Iterable[str] = (),
+    probes: Iterable[str] | None = None,
     refuses: bool = False,
     isolated: bool = False,
     rtol: float | None = None,
@@ -87,8 +88,8 @@ def check(
     1. ``examples`` valid calls: the guard accepts each. 2. As many faulty ones: it rejects each for the right reason.
     3. ``runs`` calls run over red zones (:func:`layoutcheck.testing.redzones`, ``partial`` as there), and the result and
     the arguments are what ``reference`` makes of copies of the same arguments: equal bytes for one-byte elements,
-    ``torch.testing.assert_close`` with ``rtol`` and ``atol`` otherwise. 4. Every argument that is written in a layout is
-    probed. 5. ``mutants`` faults run without the guard, each in a child process: the report says which of them no
+    ``torch.testing.assert_close`` with ``rtol`` and ``atol`` otherwise. 4. Every argument of which an index selects the
+    rows that are written in a layout is probed (``probes``: only these). 5. ``mutants`` faults run without the guard, each in a child process: the report says which of them no
     number would notice.
 
     ``adjust`` gets the arguments of a call that will run and returns those to replace: what a contract cannot say, as
@@ -128,7 +129,7 @@ def check(
     for_each(calls(fn, data=False, **bounds), accept, examples)
     for_each(faults(fn, data=False, **bounds), reject, examples)
     for_each(calls(fn, **bounds), run, runs)
-    probed = tuple(_probed(fn, isolated, bounds)) if runs else ()
+    probed = tuple(_probed(fn, probes, isolated, bounds))
     tried, unnoticed = mutation(fn, reference, mutants, adjust, partial, rtol, atol, bounds) if mutants else (0, ())
     kinds = {n: k for n, k in counted.items() if n not in ("valid", "refused", "runs")}
     return Report(
@@ -173,10 +174,12 @@ def _observed(call: Call, partial: tuple[str, ...], isolated: bool) -> Run | Non
     return Run((f"the call did not survive: {done.crash or done.error}",), None, {})
 
 
-def _probed(fn: Callable[..., Any], isolated: bool, bounds: dict[str, Any]) -> Iterator[str]:
-    for name, spec in contract_of(fn).tensors.items():
-        if spec.writes is None or spec.writes.at is None or any(f.layout is None for _, f in spec.forms):
-            continue
+def _probed(
+    fn: Callable[..., Any], probes: Iterable[str] | None, isolated: bool, bounds: dict[str, Any]
+) -> Iterator[str]:
+    made = contract_of(fn)
+    laid_out = [n for n, s in made.tensors.items() if s.writes and s.writes.at and all(f.layout for _, f in s.forms)]
+    for name in laid_out if probes is None else probes:
         if bounds.get(name, 0) is None:
             continue
         found = probe(fn, name, isolated=isolated, **bounds)

@@ -373,8 +373,8 @@ def test_store_slices_of_a_fused_projection():
     check_store(k, v, random_loc(160, tokens), buffers(5, 32, head, head_dim, v_head_dim))
 
 
-def test_store_rows_with_gaps():
-    k = rows(11, 8, 96)[:, ::2]
+@pytest.mark.parametrize("k", [rows(11, 7, 96)[:, ::2], rows(4, 11, 96).transpose(0, 1)], ids=["gaps", "heads first"])
+def test_store_rows_with_any_strides(k):
     v = rows(22, 6, 64)[::2, 1:5]
     check_store(k, v, random_loc(96, 11), buffers(3, 32, 4, 96, 64))
 

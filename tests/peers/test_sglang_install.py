@@ -12,7 +12,7 @@ import pytest
 import torch
 from peer_calls import OnDevice, make
 
-from layoutcheck import LayoutError, layout, peers
+from layoutcheck import LayoutError, peers
 from layoutcheck.pools import MXFP8KVPool
 
 POOL = "MHATokenToKVPoolMXFP8.set_kv_buffer"
@@ -140,65 +140,6 @@ def test_our_pool_holds_the_same_bytes_as_sglangs_after_the_same_stores():
     ]:  # fmt: skip
         assert other.view(torch.uint8).any()
         assert torch.equal(mine.view(other.shape).view(torch.uint8), other.view(torch.uint8))
-
-
-# --- catalogue entries against sglang's own writers -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page8", [False, True])
-def test_the_split_fp4_index_cache_is_written_as_the_catalogue_says(page8):
-    from sglang.kernels.ops.kvcache import dsv4_fp4_index_k_cache_hip as writer
-
-    slot = 128
-    codes = torch.randint(0, 16, (slot, 128), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    words = torch.randint(0, 2**31 - 1, (slot,), generator=torch.Generator().manual_seed(2)).int()
-    payload, scale = torch.zeros(2, 1, 4, 64, 16, dtype=torch.uint8), torch.zeros(2, 1, 4, 64, dtype=torch.uint8)
-    packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    writer._store_fp4_index_k_split_kernel[(slot,)](
-        packed, words, payload, scale, torch.arange(slot), 64, BLOCK=64, PAGE8=page8
-    )
-    names = ("aiter.page8_payload", "aiter.page8_scale") if page8 else ("flydsl.index_payload", "flydsl.index_scale")
-    sizes = {} if page8 else {"page_size": 64}
-    assert torch.equal(layout(names[0])(slot=slot, **sizes).pack(codes), payload)
-    groups = words.view(torch.uint8).reshape(slot, 4)
-    assert torch.equal(layout(names[1])(slot=slot).pack(groups), scale)
-
-
-def test_the_packed_fp4_index_cache_is_written_as_the_catalogue_says():
-    from sglang.kernels.ops.kvcache import dsv4_fp4_index_k_cache as writer
-
-    slot, page_size = 96, 32
-    record = layout("dsa.index_fp4_68")(slot=slot, page_size=page_size)
-    codes = torch.randint(0, 16, (slot, 128), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    words = torch.randint(0, 2**31 - 1, (slot,), generator=torch.Generator().manual_seed(2)).int()
-    cache = record.empty()
-    writer._store_fp4_index_k_cache_kernel[(slot,)](
-        codes[:, 0::2] | codes[:, 1::2] << 4, words, cache, torch.arange(slot), page_size, cache.stride(0), BLOCK=64
-    )
-    parts = record.split(cache)
-    assert torch.equal(record.section("data").unpack(parts["data"]), codes)
-    groups = record.section("scale").unpack(parts["scale"]).view(torch.uint8)
-    assert torch.equal(groups, words.view(torch.uint8).reshape(slot, 4))
-
-
-def test_the_words_of_utccp_are_transposed_as_the_catalogue_says():
-    from sglang.srt.layers.moe.mega_moe import _transpose_mega_moe_sf_for_utccp
-
-    sizes = dict(batch=2, mn=256, k=11)
-    scales = torch.randint(0, 255, (2, 256, 11), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    plain = layout("deepgemm.ue8m0_packed.batched")(**sizes).pack(scales)
-    theirs = _transpose_mega_moe_sf_for_utccp(plain)
-    ours = layout("deepgemm.utccp")(**sizes).pack(scales)
-    assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
-    assert torch.equal(ours, theirs)
-
-
-def test_rows_of_the_packed_pool_are_split_as_the_catalogue_says():
-    from sglang.srt.mem_cache.minimax_m3_nvfp4_pool import msa_v1_page_row_bytes
-
-    main, index = (layout(f"minimax_m3.{n}_row") for n in ("main", "index"))
-    rows = msa_v1_page_row_bytes(4, 128, 128, 128)
-    assert (main(page=1, head=4, head_dim=128).nbytes, index(page=1, head_dim=128).nbytes) == rows
 
 
 def test_a_wrapped_call_leaves_the_tensors_subclass_alone(installed):

@@ -102,7 +102,10 @@ def test_hnd_storage_is_seen_as_nhd():
 def test_tensors_of_every_catalogue_layout_are_of_it(data):
     entry = data.draw(st.sampled_from(sorted(layoutcheck.layouts.entries().items())))[1]
     x = data.draw(tensors(entry))
-    entry.check(x)
+    try:
+        entry.check(x)
+    except TypeError as error:  # its sizes do not follow from a tensor alone
+        assert "nothing determines" in str(error)
 
 
 def test_a_choice_of_layouts_gives_all_of_them():

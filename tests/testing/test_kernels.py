@@ -1,0 +1,89 @@
+"""Every kernel of the repo through the toolkit: red zones, a reference where it is a matter of indexing, the probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import references
+import torch
+from layoutcheck.kernels import (
+    fused_prologue_decode,
+    fused_prologue_extend,
+    fused_prologue_verify,
+    load_scales,
+    move_slots,
+    paged_attention,
+    quantize_mxfp8,
+    quantize_store_kv_mxfp8,
+    store_rows,
+    store_scales,
+)
+from layoutcheck.kernels.unified_kv import quantize_store_unified_kv, sparse_attention_unified_kv
+from torch import Tensor
+
+from layoutcheck.testing import check
+
+
+@pytest.mark.parametrize(
+    ("fn", "reference", "options"),
+    [
+        (store_scales, references.store_scales, dict(mutants=30)),
+        (load_scales, references.load_scales, dict()),
+        (store_rows, references.store_rows, dict(mutants=30)),
+        (
+            move_slots,
+            references.move_slots,
+            # A pair of which one slot is skipped is skipped, which no rule about one of the two can say.
+            dict(adjust=lambda a: dict(dst=torch.where(a["src"] > 0, a["dst"], 0)), probes=()),
+        ),
+        (
+            quantize_store_kv_mxfp8,
+            references.quantize_store_kv_mxfp8,
+            dict(mutants=30, probes=["k_scale", "v_cache"], token=(0, 4), head=(1, 2), page=(1, 2), head_dim=(32, 64)),
+        ),
+        (quantize_mxfp8, None, dict(refuses=True)),
+        (quantize_store_unified_kv, None, dict()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_kernel_that_moves_or_stores(fn, reference, options):
+    report = check(fn, reference, **dict(examples=5, runs=8, mutants=0) | options)
+    assert report.runs + report.refused >= 8
+    assert report.runs > 2
+    if report.mutants:
+        assert report.score > 0.7, report
+
+
+SMALL = dict(head=(1, 2), page=(1, 2), page_size=(1, 48), max_pages=(1, 2), token=(1, 3))
+PROLOGUE = dict(
+    examples=2, runs=2, mutants=0, probes=(), partial=["k_conv", "v_conv", "k_window", "v_window"],
+    dkv=128, dq=128, width=(2, 3), seq=(1, 2), pool=(2, 3), token=(1, 3), row=(128, 520),
+)  # fmt: skip
+
+
+def prologue(a: dict[str, Any]) -> dict[str, Tensor]:
+    """Padding, of which the cache index is -1, stores no K and V; every token is of the sequence that it lies in."""
+    indices, tokens = a["cache_indices"], len(a["loc"])
+    if "cu_seqlens" in a:
+        changed = dict(seq_index=torch.searchsorted(a["cu_seqlens"][1:].contiguous(), torch.arange(tokens), right=True))
+        changed = {"seq_index": changed["seq_index"].to(a["seq_index"].dtype)}
+        of_token = indices[changed["seq_index"].long()]
+    else:
+        changed, of_token = {}, indices.repeat_interleave(a.get("draft_tokens", 1))
+    return changed | dict(loc=torch.where(of_token < 0, -1, a["loc"]))
+
+
+@pytest.mark.parametrize(
+    ("fn", "options"),
+    [
+        (paged_attention, dict(examples=2, runs=3, mutants=0, probes=()) | SMALL),
+        (sparse_attention_unified_kv, dict(examples=2, runs=4, mutants=0, probes=(), token=(1, 3), head=(1, 3))),
+        (fused_prologue_decode, PROLOGUE | dict(adjust=prologue)),
+        (fused_prologue_verify, PROLOGUE | dict(adjust=prologue, draft_tokens=(1, 2))),
+        (fused_prologue_extend, PROLOGUE | dict(adjust=prologue)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_kernel_that_computes_keeps_to_its_memory(fn, options):
+    assert check(fn, **options).runs == options["runs"]
