@@ -178,6 +178,8 @@ def move_slots(
     pair is skipped where either slot is 0 or negative. ``dst`` must not name a slot twice. Raises as
     :func:`store_scales`.
     """
+    if k_cache.shape[0] == 0:
+        return  # every pair is skipped, and a slot 0 that is not there must not be read
     dst = torch.where(src > 0, dst, 0)
     for cache in (k_cache, v_cache):
         rows = torch.empty((src.shape[0], *cache.shape[1:]), dtype=cache.dtype, device=cache.device)

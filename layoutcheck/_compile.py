@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from layoutcheck import _manifest, _mode, _tags, _trace, _twins
-from layoutcheck._contract import Contract
+from layoutcheck._contract import GUARD_FILE, Contract
 from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, plan, source
 from layoutcheck._dtypes import Element
 from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
@@ -320,7 +320,7 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     else:
         out += [f"    return {wait}_fn({call})"]
     text = "\n".join(out) + "\n"
-    filename = f"<layoutcheck {contract.name} {next(_counter)}>"
+    filename = f"{GUARD_FILE}{contract.name} {next(_counter)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), w.globals)
     contract.source = text
@@ -600,7 +600,7 @@ def _result_checker(contract: Contract) -> Callable[[Any, dict[str, Any]], None]
     def check(result: Any, values: dict[str, Any]) -> None:
         from layoutcheck import _explain
 
-        if found := _trace.untraced(_explain.explain_result)(contract, result, values):
+        if found := _explain.explain_result(contract, result, values):
             contract.report(found)
 
-    return check
+    return lambda result, values: _trace.untraced(check)(result, values)

@@ -14,6 +14,7 @@ import functools
 import inspect
 import re
 import sys
+import traceback
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from layoutcheck._rules import Condition, Each, Finite, NoOverlap, Rule, as_rule
 from layoutcheck._specs import ScalarSpec, Spec, TensorSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
+GUARD_FILE = "<layoutcheck "  # how the names of compiled guards' source files begin
 
 
 @dataclass(eq=False)
@@ -79,9 +81,12 @@ class Contract:
 
     def broken(self, values: dict[str, Any]) -> None:
         """Called by the compiled guard when a rule is not kept: explain, then raise or warn."""
+        _trace.untraced(self._refuse)(values)
+
+    def _refuse(self, values: dict[str, Any]) -> None:
         from layoutcheck import _explain
 
-        found = _trace.untraced(_explain.explain)(self, values)
+        found = _explain.explain(self, values)
         if not found:
             raise RuntimeError(
                 f"{self.name}: the compiled guard refused a call in which no broken rule can be found. This is a "
@@ -102,11 +107,10 @@ class Contract:
         """Raise the violations, or warn of them, as the mode says: once for each call site and broken rule."""
         if torch.compiler.is_compiling() or (self.mode or _mode.mode.get()) != "warn":
             raise LayoutError(self.name, found)
-        caller = sys._getframe(3)  # behind this, what found the violations, and the guard
-        site = caller.f_code.co_filename, caller.f_lineno
+        site, level = _call_site()
         keys = {v: (*site, v.argument, v.rule, re.sub(r"\d+", "", v.headline)) for v in found}
         if new := [v for v in found if keys[v] not in self._warned]:
-            warnings.warn(str(LayoutError(self.name, new)), UserWarning, stacklevel=4)
+            warnings.warn(str(LayoutError(self.name, new)), UserWarning, stacklevel=level)
             self._warned.update(keys[v] for v in new)
 
     # --- decoration --------------------------------------------------------------------------------------------------
@@ -193,6 +197,16 @@ class Contract:
         for name in self.unresolved:
             lines.append(f"   {name} is not checked: its annotation exists only for type checkers")
         return "\n".join(lines)
+
+
+def _call_site() -> tuple[tuple[str, int], int]:
+    """(file, line) of the call of the guard that is running, and its distance from who asks, for ``warnings``."""
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    inside = [f.f_code.co_filename.startswith(GUARD_FILE) for f in frames]
+    at = inside.index(True)
+    while at < len(frames) - 1 and inside[at]:  # Dynamo may have cut the guard in two
+        at += 1
+    return (frames[at].f_code.co_filename, frames[at].f_lineno), at + 1
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

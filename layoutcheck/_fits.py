@@ -39,7 +39,7 @@ def one_size(call: Call, spec: TensorSpec, form: Form, actual: list[int]) -> Ite
             continue
         call.fits.setdefault((root.name, fits), set()).add(spec.name)
         where = f" ({call.source_of(root.name)})" if call.source_of(root.name) else ""
-        text = f"{spec.name} fits {root.name} = {fits * 2}; this call has {root.name} = {now}{where}"
+        text = f"{spec.name} fits {root.name} = {fits}; this call has {root.name} = {now}{where}"
         if root.name in GROWS and fits < now:
             holder = call.source_of(root.name) or "the cache"
             text += f". It was allocated before {holder} grew, or for another one"

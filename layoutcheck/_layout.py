@@ -211,7 +211,8 @@ class Layout:
             if (n := self._number(size)) < 0:
                 raise _broken(self.name, axis, f"{axis} >= 0", f"{axis} = {n}")
         inner = 1
-        for leaf in reversed(self.order):
+        empty = any(self._number(self.memory_size(leaf)) == 0 for leaf in self.order)
+        for leaf in reversed(self.order) if not empty else ():
             stride, size = self._number(self.leaf_strides[leaf]), self._number(self.memory_size(leaf))
             if size > 1 and stride < inner:
                 raise _broken(self.name, leaf, f"pitch of {leaf} >= {inner}, what lies inside", f"{stride}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import core, settings
@@ -26,3 +27,10 @@ def pytest_report_header() -> str:
     if settings.default.derandomize:
         return "hypothesis: the same examples in every run"
     return f"hypothesis: repeat these examples with --hypothesis-seed={core.global_force_seed}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/gpu compiles the kernels that tests/kernels interprets: it is run by itself, ``pytest tests/gpu``."""
+    if collection_path == Path(__file__).parent / "gpu" and not any("gpu" in Path(a).parts for a in config.args):
+        return True
+    return None

@@ -580,11 +580,12 @@ def test_whatever_cause_is_printed_for_any_mistakes_is_true(dims, mistakes, page
             call[name] = MISTAKES[what](call[name], i, j)
     if page_size is not None:
         call["page_size"] = page_size
-    try:
-        store(**call)
-    except LayoutError as error:
-        for violation in error.violations:
-            assert len(str(violation)) <= 700, str(violation)
-            for text in (violation.cause or "").split("\nor: "):
-                if (better := undone(call, violation, text)) is not None:
-                    assert store(**better) == "ran", (text, str(error))
+    for violation in store.contract.violations(**call):
+        assert len(str(violation)) <= 700, str(violation)
+        for text in (violation.cause or "").split("\nor: "):
+            if (better := undone(call, violation, text)) is None:
+                continue
+            left = store.contract.violations(**better)
+            if " fits " in text:  # speaks of one argument's shape only; its dtype may be wrong as well
+                left = [v for v in left if (v.argument, v.rule) == (violation.argument, "shape")]
+            assert not left, (text, str(violation), list(map(str, left)))

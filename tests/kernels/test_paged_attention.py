@@ -12,7 +12,7 @@ import torch
 
 from layoutcheck import LayoutError, mode
 from layoutcheck.kernels._interpreter import correct_interpreter
-from layoutcheck.kernels.paged_attention import paged_attention
+from layoutcheck.kernels.paged import paged_attention
 
 module = sys.modules[paged_attention.__module__]
 ROOM = 227 * 1024

@@ -38,7 +38,9 @@ class Sglang:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(case) + "\n")
         self.process.stdin.flush()
-        return json.loads(self._line()), json.loads(self._line())
+        ours, theirs = json.loads(self._line())
+        assert isinstance(ours, list), ours  # our contract has failed, or never answered
+        return ours, theirs
 
     def _line(self) -> str:
         assert self.process.stdout is not None

@@ -26,6 +26,8 @@ def store_scales(scale: Tensor, loc: Tensor, cache: Tensor, *, page_size: int, s
 
 def load_scales(cache: Tensor, loc: Tensor, *, page_size: int, scale_layout: str) -> Tensor:
     raw, slots = cache.view(torch.uint8), loc.clamp(min=0)
+    if not len(raw):  # every slot is negative
+        return torch.zeros(len(loc), raw.shape[1], raw.shape[-1], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     if scale_layout == "flat":
         rows = raw[slots]
     else:

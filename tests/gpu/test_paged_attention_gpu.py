@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layoutcheck.kernels.paged_attention import paged_attention
+from layoutcheck.kernels.paged import paged_attention
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_INTERLEAVED
 
 pytestmark = [
