@@ -5,6 +5,7 @@ Every offset below is computed by a function that a layout generated; nothing he
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 import torch
@@ -49,7 +50,7 @@ def _load(x, token, head, live, token_stride, head_stride, HEAD_DIM: tl.constexp
     """A tile of rows, zero where they are not live."""
     d = tl.arange(0, BLOCK_D)[None, :]
     at = row_offset(token[:, None], head[:, None], d, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride)
-    return tl.load(x + at, live[:, None] & (d < HEAD_DIM), other=0.0)
+    return tl.load(x + at, live[:, None] & (d < HEAD_DIM), other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -63,12 +64,13 @@ def _store(
     group = tl.arange(0, BLOCK_D // BLOCK)[None, :]
     values, byte = _quantized(rows, False)
     at = cache_offset(slot[:, None], head[:, None], d, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
-    tl.store(cache + at, values, live[:, None] & (d < HEAD_DIM))
+    tl.store(cache + at, values, live[:, None] & (d < HEAD_DIM), eviction_policy="evict_first")
     if INTERLEAVED:
         at = interleaved_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
         at = flat_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
-    tl.store(scale + at, byte, live[:, None] & (group < HEAD_DIM // BLOCK))
+    # Neighbouring slots share a sector of scales: kept in the cache, it is written to memory once.
+    tl.store(scale + at, byte, live[:, None] & (group < HEAD_DIM // BLOCK), eviction_policy="evict_last")
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -192,7 +194,7 @@ def quantize_mxfp8(
         rows, shape = _pages(x, page_size)
     elif scale_layout == "128x4":
         rows = _matrix(x)
-        shape = SCALE_128X4(row=rows.shape[0], col=head_dim // BLOCK.value).shape
+        shape = _tiled_shape(rows.shape[0], head_dim // BLOCK.value)
     else:
         rows, shape = _matrix(x), (*x.shape[:-1], head_dim // BLOCK.value)
     scale = torch.empty(shape, dtype=torch.float8_e8m0fnu, device=x.device)
@@ -226,8 +228,18 @@ def _pages(x: Tensor, page_size: int) -> tuple[Tensor, tuple[int, ...]]:
         _whole_pages(x, page_size=page_size)
     except LayoutError as error:
         raise LayoutError("quantize_mxfp8", error.violations) from None
-    slots, heads, head_dim = x.shape
-    return x, MXFP8_SCALE_INTERLEAVED(slot=slots, head=heads, head_dim=head_dim, page_size=page_size).shape
+    return x, _interleaved_shape(*x.shape, page_size)
+
+
+# A concrete layout takes a fraction of a millisecond to make; a call has microseconds.
+@functools.lru_cache(maxsize=4096)
+def _interleaved_shape(slots: int, heads: int, head_dim: int, page_size: int) -> tuple[int, ...]:
+    return MXFP8_SCALE_INTERLEAVED(slot=slots, head=heads, head_dim=head_dim, page_size=page_size).shape
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiled_shape(rows: int, cols: int) -> tuple[int, ...]:
+    return SCALE_128X4(row=rows, col=cols).shape
 
 
 def _matrix(x: Tensor) -> Tensor:

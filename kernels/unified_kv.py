@@ -347,7 +347,7 @@ def _attend_blocks(heads: int, dim: int, fp8: bool, room: int) -> dict[str, int]
     block_d = triton.next_power_of_2(dim)
     block_h = max(16, min(64, triton.next_power_of_2(heads), 32_768 // block_d))
     warps = 4 if block_h * block_d <= 8192 else 8
-    block_n = 64
+    block_n = 32 if fp8 else 64  # dequantised rows take the registers that a larger tile would need
     if not fp8 and block_h == 16 and block_d >= 512:  # the prefetched rows of 16 bits need the registers of 8 warps
         block_n, warps = 128, 8
     while block_n > 16 and 2 * (block_d * (block_h + block_n) + block_h * block_n) + 1024 > room:

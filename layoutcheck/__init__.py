@@ -5,6 +5,7 @@ from layoutcheck._choose import Choose
 from layoutcheck._contract import Contract, contract, guard
 from layoutcheck._dtypes import (
     BF16,
+    E2M1,
     E4M3,
     E4M3FNUZ,
     E5M2,
@@ -28,6 +29,7 @@ from layoutcheck.layouts import layout
 
 __all__ = [
     "BF16",
+    "E2M1",
     "E4M3",
     "E4M3FNUZ",
     "E5M2",

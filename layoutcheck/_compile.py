@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from layoutcheck import _manifest, _mode, _tags, _trace, _twins
+from layoutcheck import _manifest, _mode, _shards, _tags, _trace, _twins
 from layoutcheck._contract import GUARD_FILE, Contract
 from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, plan, source
 from layoutcheck._dtypes import Element
@@ -41,6 +42,10 @@ class _Writer:
             "_compiling": torch.compiler.is_compiling,
             "_dynamo": torch.compiler.is_dynamo_compiling,
             "_contract": contract,
+            "_modules": sys.modules,
+            "_dtensor": _shards.MODULE,
+            "_any_sharded": _shards.any_sharded,
+            "_check_shards": _shards.check,
             "_broken": contract.broken,
             "_reason": _trace.reason(contract),
             "_described": _trace.described,
@@ -296,8 +301,11 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     name = fn.__name__ if getattr(fn, "__name__", "").isidentifier() else "guarded"
     out = [f"{kind} {name}({signature}):"]
     out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
-    out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
+    if contract.tensors:
+        out += [f"    if _dtensor in _modules and not _compiling() and _any_sharded({', '.join(contract.tensors)}):"]
+        out += [f"        _check_shards(_contract, {{{everything}}})", f"        return {wait}_fn({call})"]
+    out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
     traced = _for_trace(w, contract)
     out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason({traced}))"]
     out += [f"        _broken({{{everything}}})"]

@@ -15,6 +15,7 @@ import inspect
 import re
 import sys
 import traceback
+import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -357,9 +358,8 @@ def _guarded(fn: Any, made: Contract) -> Any:
 
     wrapper = _compile.compile_guard(fn, made)
     functools.update_wrapper(wrapper, fn)
-    if not hasattr(fn, "__wrapped__"):  # a decorated function has its defaults in its signature alone
-        wrapper.__defaults__ = getattr(fn, "__defaults__", None)
-        wrapper.__kwdefaults__ = getattr(fn, "__kwdefaults__", None)
+    if isinstance(fn, types.FunctionType) and not hasattr(fn, "__wrapped__"):  # others have them in the signature alone
+        wrapper.__defaults__, wrapper.__kwdefaults__ = fn.__defaults__, fn.__kwdefaults__
     wrapper.contract = made
     return wrapper
 

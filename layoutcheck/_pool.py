@@ -248,6 +248,16 @@ class Pool:
                         ) from None
         return {n: v for n, v in values.items() if "." not in n}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, with 8-bit floats as bytes: torch cannot pickle those."""
+        return self.__dict__ | {n: _carried(getattr(self, n)) for n in self._fields}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fields = {n: _arrived(state[n]) for n in self._fields}
+        self.__dict__.update(state)
+        layers = range(len(self._concrete))
+        self._set([{n: v if self.layers is None else v[i] for n, v in fields.items()} for i in layers])
+
     # --- using -------------------------------------------------------------------------------------------------------
 
     def buffers(self) -> Iterator[tuple[str, Layout | Record, torch.Tensor]]:
@@ -347,6 +357,26 @@ class Pool:
         sizes = ", ".join(f"{n}={v}" for n, v in self._given.items())
         layers = f", layers={self.layers}" if self.layers is not None else ""
         return f"<{type(self).__name__} {sizes}{layers}>"
+
+
+class _Carried:
+    """A buffer on its way through a pickle."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.bytes = tensor.dtype, tensor.view(torch.uint8)
+
+
+def _carried(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_carried(v) for v in value]
+    eight_bits = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize == 1
+    return _Carried(value) if eight_bits else value
+
+
+def _arrived(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_arrived(v) for v in value]
+    return value.bytes.view(value.dtype) if isinstance(value, _Carried) else value
 
 
 class _Scope:

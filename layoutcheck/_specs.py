@@ -6,6 +6,7 @@ anything else, for which ``isinstance`` or beartype decides. Which names are kno
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import types
@@ -97,16 +98,25 @@ def resolve(annotation: Any, fn: Any) -> Any:
     """
     if not isinstance(annotation, str):
         return annotation
-    module = getattr(fn, "__globals__", {})
+    module = _globals(fn)
     try:
         return eval(annotation, module, _enclosing(module))
     except NameError as error:
         if re.search(r"\bAnnotated\b|\[[^\]]*[\"']", annotation):
             raise TypeError(
-                f"{fn.__qualname__}: the annotation {annotation!r} declares a tensor but cannot be read: {error}. "
+                f"{getattr(fn, '__qualname__', fn)}: the annotation {annotation!r} declares a tensor but cannot be read: {error}. "
                 "Import the name at run time, not only under TYPE_CHECKING"
             ) from None
         return _UNRESOLVED
+
+
+def _globals(fn: Any) -> dict[str, Any]:
+    """The module in whose names a callable's annotations are written: of a partial, its function's; of an object, its
+    ``__call__``'s."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    found: dict[str, Any] = getattr(fn if hasattr(fn, "__globals__") else type(fn).__call__, "__globals__", {})
+    return found
 
 
 def _enclosing(module: dict[str, Any]) -> Mapping[str, Any]:

@@ -131,27 +131,46 @@ def _listed(names: list[str]) -> str:
 
 
 def example(entry: Layout | Record) -> dict[str, int]:
-    """Sizes for a picture: the smallest that the entry allows, a whole multiple where an axis is padded."""
-    dims = {d: 256 if d == "slot" else 2 if d == "page" else 128 for d in entry.dims}
+    """Sizes for a picture: the smallest that show every part, a whole multiple where an axis is padded."""
+    many = {"slot": 256, "page": 2}  # enough for any page size
+    dims = {d: many.get(d, 128) for d in entry.dims}
     if isinstance(entry, Record) and "slot" in dims and "page" in dims:
         del dims["page"]
-    _smaller(entry, dims)
+    pads = {} if isinstance(entry, Record) else dict(entry.rules.pad)
+    for shows_more in (False, True):
+        dims |= {d: n for d, n in many.items() if d in dims}
+        for name in sorted(dims, key=lambda d: d in ("slot", "page")):  # the page size first, then how many pages
+            sizes = [(s, made) for s, made in _made(entry, dims, name) if s % _pad(pads, name, dims) == 0]
+            if sizes:
+                dims[name] = min(sizes, key=lambda s: (_single(entry, s[1]) if shows_more else 0, s[0]))[0]
     return dims
 
 
-def _smaller(entry: Layout | Record, dims: dict[str, int]) -> None:
-    pads = {} if isinstance(entry, Record) else dict(entry.rules.pad)
-    for name in sorted(dims, key=lambda d: d in ("slot", "page")):  # the page size first, then how many pages
-        wanted = pads.get(name, Const(1))
-        for size in SIZES:
-            try:
-                pad = evaluate(wanted, dims)
-                made = entry(**dims | {name: size})
-                if size % pad == 0 and math.prod(made.shape) * made.nbytes:
-                    dims[name] = size
-                    break
-            except (LayoutError, TypeError, KeyError):
-                continue
+def _made(entry: Layout | Record, dims: dict[str, int], name: str) -> Iterator[tuple[int, Layout | Record]]:
+    """What each size of one dim makes of an entry, where it makes something."""
+    for size in SIZES:
+        try:
+            made = entry(**dims | {name: size})
+            if math.prod(made.shape) * made.nbytes:
+                yield size, made
+        except (LayoutError, TypeError, KeyError):
+            continue
+
+
+def _pad(pads: dict[str, Any], name: str, dims: dict[str, int]) -> int:
+    return int(evaluate(pads.get(name, Const(1)), dims))
+
+
+def _single(entry: Layout | Record, made: Layout | Record) -> int:
+    """How many parts have size 1 and would not have to: how many of the outermost there are shows nothing."""
+    opened, known = [x.sections.values() if isinstance(x, Record) else (x,) for x in (entry, made)]
+    return sum(
+        layout.values_of(part.name) == 1
+        for open_, layout in zip(opened, known, strict=True)
+        for axis in layout.axes
+        for part in ([p for inner in axis.parts[1:] for p in inner.walk()] or [axis])
+        if open_.size_of(part.name) != Const(1)
+    )
 
 
 def picture(entry: Layout | Record, sizes: dict[str, int]) -> Iterator[str]:

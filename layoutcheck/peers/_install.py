@@ -64,6 +64,7 @@ class _Installed:
     original: Any
     guarded: Any
     holder: type | None  # the class, for a method
+    inherited: bool = False  # the class had the method from another one
 
 
 _lock = threading.Lock()
@@ -97,7 +98,10 @@ def uninstall(name: str) -> None:
     """Put a project's own functions back, in every loaded module that holds a guarded one."""
     with _lock:
         for path, one in _installed.pop(name, {}).items():
-            _replace(path, one.holder, one.guarded, one.original)
+            if one.inherited:
+                delattr(one.holder, path.rpartition(".")[2])
+            else:
+                _replace(path, one.holder, one.guarded, one.original)
 
 
 def installed(name: str) -> dict[str, Any]:
@@ -150,7 +154,8 @@ def _guarded(target: Target, mode: _mode.Mode | None) -> _Installed:
     holder, _, name = target.path.rpartition(".")
     owner: Any = getattr(module, holder) if holder else module
     original: Callable[..., Any] = getattr(owner, name)
-    return _Installed(original, target.guard(original, mode), owner if holder else None)
+    inherited = bool(holder) and name not in vars(owner)
+    return _Installed(original, target.guard(original, mode), owner if holder else None, inherited)
 
 
 def _replace(path: str, holder: type | None, old: Any, new: Any) -> None:

@@ -1,6 +1,7 @@
-"""Tests from a contract alone: valid calls, named faults, red zones, and a probe of the layout that is really written."""
+"""Tests from a contract alone: valid calls, named faults, red zones, and a probe of what is really written."""
 
-from layoutcheck.testing._calls import Call, calls, tensors
+from layoutcheck.testing._call import Call
+from layoutcheck.testing._calls import calls, tensors
 from layoutcheck.testing._check import Report, check
 from layoutcheck.testing._faults import Fault, faults
 from layoutcheck.testing._memory import tensor

@@ -10,132 +10,33 @@ import functools
 import inspect
 import math
 import random
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from layoutcheck import _dtypes, _tags
+from layoutcheck import _dtypes
 from layoutcheck._choose import Choose
 from layoutcheck._contract import Contract, _tensor_contract
-from layoutcheck._dims import Const, Expr, Name, Op, divisions, evaluate, names, parse_condition, substitute
+from layoutcheck._dims import Const, Expr, Op, evaluate, names, substitute
 from layoutcheck._dims import calls as spoken
 from layoutcheck._layout import Layout
 from layoutcheck._record import Record
-from layoutcheck._rules import VALUE, Condition, Each, Finite, Forbids, Index, Indptr, Needs, Together
+from layoutcheck._rules import VALUE, Condition, Each, Finite, Index, Indptr
 from layoutcheck._solve import names_of
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
-from layoutcheck._values import _mask as mask
 from layoutcheck.testing import _memory
+from layoutcheck.testing._call import Call, Recipe
 from layoutcheck.testing._cases import Case, Cases, pick_form
-from layoutcheck.testing._guard import apply, contract_of
+from layoutcheck.testing._contents import index_values, indptr_values, tag, wrong_presence
+from layoutcheck.testing._guard import contract_of
 from layoutcheck.testing._sizes import Impossible, Plan, make_plan
+from layoutcheck.testing._zero import may_be_zero
 
 _TRIES = 10
-_MANY = 4096
 _integers = functools.cache(st.integers)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one tensor of a call is made; the arguments of :func:`layoutcheck.testing.tensor`."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int = 0
-    data: int | tuple[int, ...] | None = 0
-    holds: _dtypes.Element | None = None
-    padding: Layout | None = None
-    device: Any = None
-
-    def build(self) -> torch.Tensor:
-        return _memory.tensor(
-            self.shape, self.strides, self.dtype, offset=self.offset, data=self.data, holds=self.holds,
-            padding=self.padding, device=self.device,
-        )  # fmt: skip
-
-    def __str__(self) -> str:
-        text = f"tensor({self.shape}, {self.strides}, {self.dtype}"
-        if self.offset:
-            text += f", offset={self.offset}"
-        if self.data != 0:
-            text += f", data={list(self.data) if isinstance(self.data, tuple) else self.data}"
-        if self.holds is not None:
-            text += f", holds={self.holds.name!r}"
-        if self.padding is not None:
-            sizes = ", ".join(f"{a.name}={self.padding.values_of(a.name)}" for a in self.padding.axes)
-            text += f", padding=layout({self.padding.name!r})({sizes})"
-        if self.device is not None:
-            text += f", device={str(self.device)!r}"
-        return text + ")"
-
-
-@dataclass(frozen=True)
-class Call:
-    """A valid call: its arguments by name, and the sizes for which it was made. ``repr`` is code that repeats it.
-
-    ``arguments`` are those of the signature; ``everything`` has the derived ones too, ``recipes`` how each tensor was
-    made, ``forms`` which form of its spec each has.
-    """
-
-    fn: Callable[..., Any] = field(repr=False)
-    arguments: dict[str, Any]
-    everything: dict[str, Any]
-    sizes: dict[str, Any]
-    recipes: dict[str, Recipe]
-    forms: dict[str, Form]
-
-    @property
-    def contract(self) -> Contract:
-        """The contract that the call keeps."""
-        return contract_of(self.fn)
-
-    def __call__(self) -> Any:
-        """Run it."""
-        return apply(self.fn, self.contract, self.arguments)
-
-    def with_arguments(self, **changed: Any) -> Call:
-        """The same call with some arguments replaced, and code for them where they are tensors."""
-        recipes = {n: r for n, r in self.recipes.items() if n not in changed}
-        arguments = self.arguments | {n: v for n, v in changed.items() if n in self.arguments}
-        return replace(self, arguments=arguments, everything=self.everything | changed, recipes=recipes)
-
-    def copy(self) -> Call:
-        """The same call with tensors of its own, equal in contents, strides and offsets."""
-        made = {n: clone(v) for n, v in self.arguments.items() if isinstance(v, torch.Tensor)}
-        return replace(self, arguments=self.arguments | made, everything=self.everything | made)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # Hypothesis would print the fields
-
-    def __repr__(self) -> str:
-        lines = [f"    {n}={self._shown(n, v)}," for n, v in self.arguments.items()]
-        return f"{self.contract.name}(\n" + "\n".join(lines) + "\n)"
-
-    def _shown(self, name: str, value: Any) -> str:
-        if name in self.recipes:
-            return str(self.recipes[name])
-        return shown(value) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def shown(value: torch.Tensor) -> str:
-    """Code for a tensor that was not made from a recipe; its contents only where they are few integers."""
-    data = None
-    if not value.dtype.is_floating_point and 0 < value.numel() <= 64 and value.device.type != "meta":
-        data = tuple(value.flatten().tolist())
-    device = None if value.device.type == "cpu" else value.device
-    return str(Recipe(tuple(value.shape), value.stride(), value.dtype, value.storage_offset(), data, device=device))
-
-
-def clone(value: torch.Tensor) -> torch.Tensor:
-    """A tensor over a copy of the whole storage: strides, offset and the bytes between its elements are kept."""
-    storage = value.untyped_storage().clone()
-    made = torch.empty(0, dtype=value.dtype, device=value.device)
-    return made.set_(storage, value.storage_offset(), value.shape, value.stride())  # type: ignore[no-any-return, call-overload]
 
 
 def calls(fn: Callable[..., Any], *, data: bool = True, **bounds: Any) -> st.SearchStrategy[Call]:
@@ -176,7 +77,7 @@ def _drawn(draw: st.DrawFn, source: _Source) -> Call:
             return source.call(draw, case)
         except Impossible:
             continue
-    reject()
+    return reject()
 
 
 class _Source:
@@ -253,10 +154,10 @@ class _Source:
         for name in forms:
             for value in contract.tensors[name].values:
                 wanted += [n for e in value.exprs for n in names(e) if n != "index" and n in numbers]
-        used = {n for n in wanted}
+        used = set(wanted)
         bounds = {n: b for n, b in (fixed | self.sizes).items() if n in used or n in _in(equations, conditions)}
         shown = [e for f in forms.values() for e in (*f.sizes, *(f.strides or ())) if e is not None]
-        zero = _may_be_zero(contract, forms)
+        zero = may_be_zero(contract, forms)
         return make_plan(equations, conditions, shown, wanted, bounds, zero), forms, late
 
     # --- a call ------------------------------------------------------------------------------------------------------
@@ -374,9 +275,9 @@ class _Source:
                 content = indptr_values(rule, count, sizes, rnd)
             elif isinstance(rule, Finite):
                 content = seed
-        for _, rule in self.contract.conditions:
-            if isinstance(rule, Each) and rule.arguments == (name,):
-                kept = [v for v in range(513) if evaluate(rule.expr, {**sizes, VALUE: v})]
+        for _, condition in self.contract.conditions:
+            if isinstance(condition, Each) and condition.arguments == (name,):
+                kept = [v for v in range(513) if evaluate(condition.expr, {**sizes, VALUE: v})]
                 content = tuple(rnd.choice(kept) for _ in range(count))
         if content is None and not dtype.is_floating_point and dtype in (torch.int32, torch.int64):
             content = 0
@@ -384,97 +285,6 @@ class _Source:
         if holds is None or holds.bits != dtype.itemsize * 8 or dtype in {e.torch for e in form.layout.elements}:  # type: ignore[union-attr]
             holds = None
         return Recipe(tuple(shape), strides, dtype, offset, content, holds, padding)
-
-
-def tag(contract: Contract, built: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    """Declare of each tensor's memory what a rule ``tag(x, "fact") == ...`` asks for."""
-    for _, rule in contract.conditions:
-        match rule:
-            case Condition(Op("==", (Op("tag", (Name(n), Const(fact))), Const() | Name() as wanted))) if n in built:
-                value = evaluate(wanted, sizes) if isinstance(wanted, Const) or wanted.name in sizes else None
-                if fact == "layout" and isinstance(value, str):
-                    _tags.tag(built[n], value)
-                elif value is not None:
-                    _tags.tag(built[n], **{fact: value})
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def wrong_presence(rule: Any, given: Container[str]) -> set[str]:
-    """The arguments that a rule asks for and are not given, or refuses and are given."""
-    match rule:
-        case Needs(args):
-            return {a for a in args if a not in given}
-        case Forbids(args):
-            return {a for a in args if a in given}
-        case Together(args) if any(a in given for a in args):
-            return {a for a in args if a not in given}
-    return set()
-
-
-def live_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
-    """The values of an index that select something."""
-    start, stop = int(evaluate(rule.start, sizes)), int(evaluate(rule.stop, sizes))
-    every = torch.arange(start, max(start, min(stop, start + _MANY)))
-    if stop > start + _MANY:  # the last one too
-        every = torch.cat([every, torch.tensor([stop - 1])])
-    return every[~skipped(rule, every, sizes)].tolist()  # type: ignore[no-any-return]
-
-
-def skipped(rule: Index, values: torch.Tensor, sizes: Mapping[str, Any]) -> torch.Tensor:
-    """Which of some values the callable ignores."""
-    if rule.skip is None:
-        return torch.zeros_like(values, dtype=torch.bool)
-    return mask(parse_condition(f"index {rule.skip}"), {**sizes, "index": values})
-
-
-def skipped_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
-    """Some values that the callable ignores."""
-    options = torch.tensor((-1, 0, -2))
-    return options[skipped(rule, options, sizes)].tolist()  # type: ignore[no-any-return]
-
-
-def index_values(
-    rule: Index, count: int, sizes: Mapping[str, Any], rnd: random.Random, unique: bool, mixed: bool
-) -> tuple[int, ...]:
-    """``count`` values that keep an index rule; skipped ones among them where ``mixed``."""
-    live, ignored = live_values(rule, sizes), skipped_values(rule, sizes)
-    if not count:
-        return ()
-    if not live and not ignored:
-        raise Impossible("an index without a value that it may have")
-    if not mixed and len(live) >= count:
-        return tuple(live[:count])
-    if unique or not live:
-        values = rnd.sample(live, min(count, len(live)))
-    else:
-        values = [rnd.choice((live[0], live[-1], rnd.choice(live))) for _ in range(count)]
-    if len(values) < count and not ignored:
-        raise Impossible("more rows than places for them")
-    result: list[int] = [*values, *(rnd.choice(ignored) for _ in range(count - len(values)))]
-    if ignored:
-        result = [rnd.choice(ignored) if rnd.random() < 0.2 else v for v in result]
-    rnd.shuffle(result)
-    return tuple(result)
-
-
-def indptr_values(rule: Indptr, count: int, sizes: Mapping[str, Any], rnd: random.Random) -> tuple[int, ...]:
-    """``count`` values of a prefix sum."""
-    stop = int(evaluate(rule.stop, sizes))
-    if count == 0 or (count == 1 and stop and not rule.capacity):
-        raise Impossible("a prefix sum needs a first entry and a last one")
-    longest = stop if rule.longest is None else int(evaluate(rule.longest, sizes))
-    steps = count - 1
-    if not rule.capacity and steps * longest < stop:
-        raise Impossible("too few steps of a prefix sum")
-    result = [0]
-    for left in range(steps, 0, -1):
-        least = 0 if rule.capacity else max(0, stop - result[-1] - (left - 1) * longest)
-        most = min(longest, stop - result[-1])
-        step = rnd.randint(least, most) if left > 1 or rule.capacity else stop - result[-1]
-        result.append(result[-1] + step)
-    return tuple(result)
 
 
 def _names(contract: Contract) -> set[str]:
@@ -485,35 +295,3 @@ def _names(contract: Contract) -> set[str]:
 def _in(equations: list[Any], conditions: list[Expr]) -> set[str]:
     found = {n for q in equations for side in (q.left, q.right) for n in names(side)}
     return found | {n for c in conditions for n in names(c)}
-
-
-def _may_be_zero(contract: Contract, forms: Mapping[str, Form]) -> Iterator[str]:
-    """Sizes that may be 0: outermost in every tensor that shows them, and no divisor of anything."""
-    inner: set[str] = set()
-    outer: set[str] = set()
-    for form in forms.values():
-        for i, size in enumerate(form.sizes):
-            if size is None:
-                continue
-            (outer if i == 0 and isinstance(size, Name) else inner).update(names(size))
-    exprs = [e for s in contract.steps if s.expr is not None for e in (s.expr,)]
-    exprs += [side for c in contract.checks for side in (c.equation.left, c.equation.right)]
-    exprs += [r.expr for _, r in contract.conditions if isinstance(r, Condition)]
-    divisors = {n for e in exprs for d in divisions(e) for n in names(d.args[1])}
-    divisors |= {n for e in exprs for n in _remainders(e)}
-    for name in outer - inner - divisors:
-        yield name
-    for form in forms.values():  # the whole of an outermost part is zero with it
-        for part, whole in form.parts.items():
-            if part in outer - inner - divisors and whole not in inner | divisors:
-                yield whole
-
-
-def _remainders(expr: Expr) -> Iterator[str]:
-    match expr:
-        case Op("%" | "//" | "cdiv" | "align", (a, b)):
-            yield from names(b)
-            yield from _remainders(a)
-        case Op(_, args):
-            for a in args:
-                yield from _remainders(a)

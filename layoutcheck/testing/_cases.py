@@ -46,8 +46,9 @@ class Cases:
         self.contract = contract
         self.undecided = _undecided(contract)  # such as page_size == 128
         self.domains = dict(_domains(contract)) | {v: (value,) for v, value in (fixed or {}).items()}
-        rules = [(under, rule) for under, rule in contract.conditions]
-        touched = [(set(_variables(under, rule)) & set(self.domains), (under, rule)) for under, rule in rules]
+        touched: list[tuple[set[Variable], Any]] = [
+            (set(_variables(under, rule)) & set(self.domains), (under, rule)) for under, rule in contract.conditions
+        ]
         for spec in contract.tensors.values():
             if spec.form is None:
                 used = {("value", n) for c, _ in spec.forms if c is not None for n in names(c)} & set(self.domains)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from layoutcheck._errors import LayoutError
-from layoutcheck.testing._calls import Call, calls, clone
+from layoutcheck.testing._call import Call, clone
+from layoutcheck.testing._calls import calls
 from layoutcheck.testing._child import in_child
 from layoutcheck.testing._faults import Fault, every_fault, faults
 from layoutcheck.testing._guard import apply, contract_of, refused
@@ -31,9 +32,10 @@ _ALL = list(HealthCheck)
 class Report:
     """What :func:`check` did. ``str`` is a summary of a few lines.
 
-    ``valid`` and ``faulty`` count the calls that the guard judged, ``kinds`` the faults by name, ``runs`` the calls that
-    ran over red zones, ``probed`` the arguments whose layout was seen in memory. ``mutants`` are the faults that were
-    run without the guard, ``unnoticed`` says of those that changed nothing which they are.
+    ``valid`` and ``faulty`` count the calls that the guard judged, ``kinds`` the faults by name, ``runs`` the calls
+    that ran over red zones, ``refused`` those that the function refused itself, ``probed`` the arguments whose layout
+    was seen in memory. ``mutants`` are the faults that were run without the guard, ``unnoticed`` says of those that
+    changed nothing which they are.
     """
 
     name: str
@@ -86,11 +88,11 @@ def check(
     """Test a function with a contract from the contract alone. Raises ``AssertionError`` with the smallest bad call.
 
     1. ``examples`` valid calls: the guard accepts each. 2. As many faulty ones: it rejects each for the right reason.
-    3. ``runs`` calls run over red zones (:func:`layoutcheck.testing.redzones`, ``partial`` as there), and the result and
-    the arguments are what ``reference`` makes of copies of the same arguments: equal bytes for one-byte elements,
+    3. ``runs`` calls run over red zones (:func:`layoutcheck.testing.redzones`, ``partial`` as there), and the result
+    and the arguments are what ``reference`` makes of copies of the same arguments: equal bytes for one-byte elements,
     ``torch.testing.assert_close`` with ``rtol`` and ``atol`` otherwise. 4. Every argument of which an index selects the
-    rows that are written in a layout is probed (``probes``: only these). 5. ``mutants`` faults run without the guard, each in a child process: the report says which of them no
-    number would notice.
+    rows that are written in a layout is probed (``probes``: only these). 5. ``mutants`` faults run without the guard,
+    each in a child process: the report says which of them no number would notice.
 
     ``adjust`` gets the arguments of a call that will run and returns those to replace: what a contract cannot say, as
     that two index arguments belong together. ``refuses``: the function itself may refuse, with a ``LayoutError``, what
@@ -220,8 +222,8 @@ def _difference(
         bad = (got.view(torch.uint8) != want.view(torch.uint8)).nonzero()
         if len(bad):
             at = tuple(bad[0].tolist())
-            codes = [int(t.view(torch.uint8)[at]) for t in (got, want)]
-            yield f"{name}{list(at)} holds {codes[0]:#04x}, the reference's {codes[1]:#04x}, and {len(bad) - 1} more differ"
+            own, other = (int(t.view(torch.uint8)[at]) for t in (got, want))
+            yield f"{name}{list(at)} holds {own:#04x}, the reference's {other:#04x}, and {len(bad) - 1} more differ"
         return
     wide = torch.float64 if got.dtype == torch.float64 else torch.float32
     try:
@@ -304,15 +306,15 @@ def _noticed(
             return text
     if type(done.result) is not type(result):
         return "the result is of another type"
-    for name, want in arguments.items():
-        got = done.arguments.get(name)
-        if not isinstance(want, torch.Tensor) or fault.call.contract.tensors[name].writes is None:
+    for name, spec in fault.call.contract.tensors.items():
+        right, left = arguments.get(name), done.arguments.get(name)
+        if spec.writes is None or not isinstance(right, torch.Tensor):
             continue
-        if not isinstance(got, torch.Tensor):
+        if not isinstance(left, torch.Tensor):
             return f"{name} is gone"
         if name in fault.argument.split(" and "):
-            got, want = _flat(got, want.dtype), _flat(want, want.dtype)
-        for text in _difference(name, got, want, rtol, atol):
+            left, right = _flat(left, right.dtype), _flat(right, right.dtype)
+        for text in _difference(name, left, right, rtol, atol):
             return text
     return ""
 

@@ -78,7 +78,7 @@ def _packed(found: dict[str, Any]) -> bytes:
 
 
 def _all_of(read: int, deadline: float) -> bytes | None:
-    parts = []
+    parts: list[bytes] = []
     with os.fdopen(read, "rb", buffering=0) as pipe:
         while True:
             ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))

@@ -35,7 +35,8 @@ def refused(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Viola
 
 def apply(fn: Callable[..., Any], made: Contract, arguments: Mapping[str, Any]) -> Any:
     """Call a function with arguments by name, whatever their kind."""
-    positional, named = [], {}
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
     for p in made.signature.parameters.values():
         if p.name not in arguments:
             continue

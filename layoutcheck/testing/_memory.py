@@ -36,8 +36,8 @@ def tensor(
 
     ``data`` is the seed of its contents, a list of integers in row-major order, or None to leave the memory as it is.
     Floats are finite, of either sign and of many magnitudes, zeros among them; E8M0 is a scale around 1, 2^-14 or 2^9,
-    and an integer of more than a byte from a seed is 0. ``holds`` is the element whose bits a carrier such as uint8 holds;
-    ``padding`` a concrete layout whose padding is filled by its own rule.
+    and an integer of more than a byte from a seed is 0. ``holds`` is the element whose bits a carrier such as uint8
+    holds; ``padding`` a concrete layout whose padding is filled by its own rule.
     """
     element = _dtypes.element(dtype)
     strides = _packed(shape) if strides is None else strides

@@ -19,14 +19,18 @@ from layoutcheck._dims import evaluate
 from layoutcheck._layout import Layout
 from layoutcheck._rules import Index
 from layoutcheck._specs import Form
-from layoutcheck.testing._calls import Call, skipped
+from layoutcheck.testing._call import Call
+from layoutcheck.testing._contents import skipped
 
 ZONE = 4096
 _ALIGNED = 64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EMPTY = tuple(
-    getattr(torch.ops.aten, name).default if name not in ("empty",) else torch.ops.aten.empty.memory_format
-    for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_EMPTY = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty_strided.default,
 )
 
 
@@ -55,7 +59,7 @@ class Zone:
 
     def _over(self, slab: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         made = torch.empty(0, dtype=like.dtype, device=like.device)
-        return made.set_(slab.untyped_storage(), self.start // like.element_size(), like.shape, like.stride())  # type: ignore[no-any-return, call-overload]
+        return made.set_(slab.untyped_storage(), self.start // like.element_size(), like.shape, like.stride())
 
     def poison(self, where: torch.Tensor) -> None:
         """Replace every bit of the elements for which ``where``, a tensor of the same shape, is true."""
@@ -85,11 +89,11 @@ class Zone:
         return f"{self.name}{where[0].tolist()} was changed, and {len(where) - 1} more" if len(where) else None
 
 
-class _Allocations(TorchDispatchMode):
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts whatever is allocated uninitialised into a red zone of its own, poisoned."""
 
     def __init__(self, run: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.run, self.zones = run, list[Zone]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,17 +13,15 @@ from layoutcheck._call import layout_dims
 from layoutcheck._dims import evaluate
 from layoutcheck._rules import Finite, Index, Indptr
 from layoutcheck._specs import Form
+from layoutcheck.testing._call import Call, clone
+from layoutcheck.testing._candidate import Candidate
+from layoutcheck.testing._contents import live_values, skipped
 
-if TYPE_CHECKING:
-    from layoutcheck.testing._calls import Call
-    from layoutcheck.testing._faults import Candidate
 
-
-def values(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
+def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
     """Changes of what one tensor holds that break a rule about it."""
-    from layoutcheck.testing._faults import Candidate
 
-    def fault(kind: str, change: Callable[[torch.Tensor], None]) -> Candidate:
+    def fault(kind: str, change: Callable[[torch.Tensor], Any]) -> Candidate:
         def build() -> dict[str, Any]:
             made = _own(valid.arguments[name])
             change(made)
@@ -53,13 +52,11 @@ Change = tuple[str, Callable[[torch.Tensor], Any]]
 
 
 def _index_faults(rule: Index, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
-    from layoutcheck.testing._calls import live_values, skipped
-
     stop, start = int(evaluate(rule.stop, sizes)), int(evaluate(rule.start, sizes))
     wrong = {"index_out_of_range": stop, "index_far_out_of_range": stop + 2**30, "index_below_range": start - 1}
     for kind, number in wrong.items():
         if not skipped(rule, torch.tensor([number]), sizes).any():
-            yield kind, lambda made, number=number: _set(made, -1, number)
+            yield kind, partial(_set, at=-1, number=number)
     live = set(live_values(rule, sizes))
     flat = value.reshape(-1).tolist()
     first = next((i for i, v in enumerate(flat) if v in live), None)
@@ -94,8 +91,6 @@ def _set(made: torch.Tensor, at: int, number: int) -> None:
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:
-    from layoutcheck.testing._calls import clone
-
     return clone(value)
 
 

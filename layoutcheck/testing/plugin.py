@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from layoutcheck._mode import mode
-from layoutcheck.testing._calls import Call, calls
+from layoutcheck.testing._call import Call
+from layoutcheck.testing._calls import calls
 from layoutcheck.testing._check import for_each
 from layoutcheck.testing._redzones import redzones as run_over_redzones
 
@@ -21,20 +22,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
-@pytest.fixture()
+@pytest.fixture
 def layout_mode() -> Iterator[None]:
     """Every guard checks the rules that read data too, for as long as the test runs."""
     with mode("values"):
         yield
 
 
-@pytest.fixture()
+@pytest.fixture
 def redzones() -> Callable[..., Any]:
     """:func:`layoutcheck.testing.redzones`: runs a call, and fails where it touches what it must not."""
     return run_over_redzones
 
 
-@pytest.fixture()
+@pytest.fixture
 def layout_cases(request: pytest.FixtureRequest) -> Callable[..., list[Call]]:
     """``layout_cases(fn, **bounds)``: valid calls of a function with a contract, as many as the option says."""
     number = request.config.getoption("--layoutcheck-examples")

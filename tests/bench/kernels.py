@@ -86,7 +86,7 @@ def sglang(name: str) -> Any | None:
     ):  # fmt: skip
         sys.modules.setdefault(module, MagicMock(name=module))
     sys.modules["sglang.kernels.ops.quantization.fp8_kernel"].is_fp8_fnuz = lambda: False
-    sys.modules["sglang.kernels.ops.attention.score_mod"].unpack_aux_tensors = lambda aux: (None,) * 4
+    sys.modules["sglang.kernels.ops.attention.score_mod"].unpack_aux_tensors = lambda *_: (None, 0, 0, 0)
     count = torch.cuda.get_device_properties(0).multi_processor_count
     sys.modules["aiter.ops.triton.utils.device_info"].get_num_sms = lambda: count
     for module in ("sglang.srt.utils", "sglang.srt.utils.common"):

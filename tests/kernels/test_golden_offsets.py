@@ -25,9 +25,8 @@ _files = count()
 
 
 def keywords(function: Any) -> list[str]:
-    """The sizes and strides that an offset function asks for."""
-    parameters = inspect.signature(function.fn).parameters.values()
-    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    """The sizes and strides that an offset function asks for: what is upper-case in its signature."""
+    return [name for name in inspect.signature(function.fn).parameters if name.isupper()]
 
 
 def run(function: Any, at: dict[str, np.ndarray], sizes: dict[str, int], *, constexpr: bool = False) -> np.ndarray:

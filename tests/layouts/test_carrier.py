@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from layoutcheck import E8M0, FP32, Layout, LayoutError, Record
-from layoutcheck._dtypes import E2M1
+from layoutcheck import E2M1, E4M3, E8M0, FP32, Layout, LayoutError, Pool, Record, contract
 from layoutcheck.layouts import layout
 
 FP4 = Layout("fp4", "row col -> row col", dtype=E2M1, carrier="uint8")
@@ -134,3 +136,46 @@ def test_the_carrier_is_part_of_the_declaration_and_not_of_the_bytes():
     )
     assert byte.fingerprint != word.fingerprint
     assert byte(row=2, k=8).map_fingerprint == word(row=2, k=8).map_fingerprint
+
+
+def test_words_over_memory_that_somebody_else_allocated():
+    made = WORDS(mn=3, k=6)
+    raw = torch.arange(made.nbytes + 4, dtype=torch.uint8)
+    words = made.view(raw, offset=4)
+    assert (words.dtype, words.shape, words.stride()) == (torch.int32, (3, 2), (1, 4))
+    assert words[1, 1].item() == int.from_bytes(bytes(range(4 + 20, 4 + 24)), "little")
+    with pytest.raises(LayoutError, match="raw cannot hold"):
+        made.view(raw, offset=2)
+
+
+def test_a_contract_counts_words_and_speaks_of_elements():
+    @contract
+    def gemm(
+        a: Annotated[Tensor, Layout("a", "mn width -> mn width", dtype=E4M3)],
+        scale: Annotated[Tensor, WORDS(k="width / 32")],
+    ) -> None: ...
+
+    a = torch.zeros(10, 224).to(torch.float8_e4m3fn)
+    gemm(a, WORDS(mn=10, k=7).empty())
+    with pytest.raises(LayoutError, match=r"scale does not match deepgemm\.ue8m0_packed"):
+        gemm(a, WORDS(mn=10, k=9).empty())
+    with pytest.raises(LayoutError, match="strides"):
+        gemm(a, torch.zeros(10, 2, dtype=torch.int32))
+    with pytest.raises(LayoutError, match="dtype"):
+        gemm(a, torch.zeros(10, 7, dtype=torch.uint8))
+
+
+def test_a_pool_resizes_and_moves_words():
+    class Fp4Pool(Pool):
+        rows: Annotated[Tensor, Layout("rows", "slot head dim -> slot head dim", dtype=E2M1, carrier="uint8", fill=0)]
+
+    pool = Fp4Pool.allocate(slot=4, head=2, dim=6)
+    made = FP4(row=8, col=6)
+    pool.rows.copy_(made.pack(codes(8, 6)).view(4, 2, 3))
+    before = pool.rows.clone()
+    pool.move(src=torch.tensor([3]), dst=torch.tensor([0]))
+    assert torch.equal(pool.rows[0], before[3])
+    assert torch.equal(pool.rows[1:], before[1:])
+    pool.resize(slot=6)
+    assert torch.equal(pool.rows[1:4], before[1:])
+    assert not pool.rows[4:].any()

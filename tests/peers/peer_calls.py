@@ -169,6 +169,10 @@ def scale_memory(pages: int, heads: int, page_size: int, groups: int, kind: str)
         wide = (pages, heads, 32, page_size // 32, 2 * groups)
         strides = tuple(math.prod(wide[i + 1 :]) for i in range(5))
         return Memory(shape, torch.float8_e8m0fnu, strides)
+    if kind == "gaps between pages":
+        shape = (pages, heads, 32, page_size // 32, groups)
+        inner = tuple(math.prod(shape[i + 1 :]) for i in range(5))
+        return Memory(shape, torch.float8_e8m0fnu, (inner[0] + 64, *inner[1:]))
     if kind == "scales of another page size":
         return Memory((2 * pages, heads, 32, page_size // 64, groups), torch.float8_e8m0fnu)
     if kind == "scales of other heads":
@@ -545,7 +549,14 @@ def scale_arguments(rng: np.random.Generator, kind: str) -> Case:
 
 # --- which there are --------------------------------------------------------------------------------------------------
 
-_SCALES = ("scales strided", "scales of another page size", "scales of other heads", "stale scales", "flat scales")
+_SCALES = (
+    "scales strided",
+    "gaps between pages",
+    "scales of another page size",
+    "scales of other heads",
+    "stale scales",
+    "flat scales",
+)
 _PROLOGUE = (
     "valid", "valid", "bf16", "no sfk", "no scales", "stale sfk", "stale scales", "sfv without a dim",
     "sfk of another page size", "transposed sfk", "sliced sfv", "flat sfk", "dq 64 too much", "dkv 64 too much",

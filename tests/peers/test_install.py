@@ -18,7 +18,9 @@ PROJECT = {
     "toyproject/kernels.py": (
         "import torch\n"
         "def store(rows, cache: 'Nowhere', *, page_size=16): return rows.shape[0]\n"
-        "class Pool:\n"
+        "class Base:\n"
+        "    def take(self, rows): return 'take'\n"
+        "class Pool(Base):\n"
         "    page_size = 8\n"
         "    def set(self, rows): return 'set'\n"
     ),
@@ -39,6 +41,7 @@ PEER.guard(
     "toyproject.kernels:Pool.set", "token % page_size == 0",
     derive=dict(page_size=lambda self, **_: self.page_size), rows=Float32[Tensor, "token dim"],
 )
+PEER.guard("toyproject.kernels:Pool.take", rows=Float32[Tensor, "token dim"])
 """
 
 
@@ -76,7 +79,7 @@ def wrong(store):
 def test_a_function_is_guarded_wherever_it_is_known(project):
     user = importlib.import_module("toyproject.user")
     original = user.keep
-    assert peers.install("toyproject") == ("store", "Pool.set")
+    assert peers.install("toyproject") == ("store", "Pool.set", "Pool.take")
     kernels = importlib.import_module("toyproject.kernels")
     later = importlib.import_module("toyproject.later")
     assert kernels.store is user.keep is later.store
@@ -101,16 +104,27 @@ def test_a_method_is_guarded_for_instances_that_exist(project):
     assert pool.set(torch.zeros(12, 4)) == "set"
 
 
+def test_a_method_that_is_inherited_is_guarded_in_the_class_that_is_named(project):
+    kernels = importlib.import_module("toyproject.kernels")
+    peers.install("toyproject")
+    with pytest.raises(LayoutError, match="rows"):
+        kernels.Pool().take(torch.zeros(3))
+    assert kernels.Base().take(torch.zeros(3)) == "take"
+    peers.uninstall("toyproject")
+    assert kernels.Pool().take(torch.zeros(3)) == "take"
+    assert "take" not in vars(kernels.Pool)
+
+
 def test_some_functions_and_twice(project):
-    assert peers.functions("toyproject") == ("store", "Pool.set")
+    assert peers.functions("toyproject") == ("store", "Pool.set", "Pool.take")
     peers.install("toyproject", only=["Pool.set"])
     kernels = importlib.import_module("toyproject.kernels")
     method = kernels.Pool.set
     assert wrong(kernels.store) == 3
     peers.install("toyproject")
     assert kernels.Pool.set is method
-    assert set(peers.installed("toyproject")) == {"store", "Pool.set"}
-    with pytest.raises(ValueError, match=r"no contract for 'stores'; it has some for store, Pool.set"):
+    assert set(peers.installed("toyproject")) == {"store", "Pool.set", "Pool.take"}
+    with pytest.raises(ValueError, match=r"no contract for 'stores'; it has some for store, Pool.set, Pool.take"):
         peers.install("toyproject", only=["stores"])
 
 

@@ -23,7 +23,7 @@ from layoutcheck.testing import calls, faults
 from layoutcheck.testing._check import for_each
 from layoutcheck.testing._guard import refused
 
-_KERNELS = ("quantize", "move", "paged_attention", "unified_kv", "fused_prologue")
+_KERNELS = ("quantize", "move", "paged", "unified_kv", "fused_prologue")
 _CASES = ("contracts_cache", "contracts_rows", "contracts_scale")
 # What the signature alone does not say how to make: arguments of any number or type, and values derived from lists.
 _NOT_ALONE = {"prefill_run", "kv_transfer_handshake", "kv_transfer_reconnect", "register_kv_layers"}
@@ -32,7 +32,7 @@ _NOT_ALONE = {"prefill_run", "kv_transfer_handshake", "kv_transfer_reconnect", "
 def pool(drawn: dict[str, Any]) -> SimpleNamespace:
     """A stand-in for the pool whose method is called, with the buffers that were drawn for it."""
     return SimpleNamespace(
-        dims={"page_size": drawn["sizes"]["page_size"]}, layers=None, k=drawn["k_cache"], v=drawn["v_cache"],
+        dims=drawn["sizes"], layers=None, k=drawn["k_cache"], v=drawn["v_cache"],
         k_scale=drawn["k_scales"], v_scale=drawn["v_scales"],
     )  # fmt: skip
 
@@ -55,7 +55,9 @@ def cases() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
                 yield f"cases.{attribute}", value, {}
 
 
-def count(fn: Callable[..., Any], bounds: dict[str, Any], examples: int) -> tuple[Counter[str], Counter[str], list[str]]:
+def count(
+    fn: Callable[..., Any], bounds: dict[str, Any], examples: int
+) -> tuple[Counter[str], Counter[str], list[str]]:
     """Valid calls and faults drawn, by kind; and every wrong answer of the guard, in words."""
     drawn: Counter[str] = Counter()
     kinds: Counter[str] = Counter()

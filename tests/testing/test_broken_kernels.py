@@ -19,8 +19,8 @@ import torch
 from hypothesis import HealthCheck, Phase, find, settings
 
 from layoutcheck.testing import Call, calls, probe
-from layoutcheck.testing._child import in_child
 from layoutcheck.testing._check import differences, expected
+from layoutcheck.testing._child import in_child
 from layoutcheck.testing._redzones import observe
 
 _number = itertools.count()
@@ -66,25 +66,33 @@ def findings(call: Call, reference: Any) -> str:
 STORE = dict(scale_layout="interleaved", page_size=64, page=(2, 2), head=2, head_dim=64, v_head_dim=96, token=(3, 5))
 
 
+def live_slots(call: Call) -> list[int]:
+    return [slot for slot in call.arguments["loc"].tolist() if slot > 0]
+
+
 def store_call(fn: Any) -> Call:
-    return some(fn, lambda c: len(live := c.arguments["loc"][c.arguments["loc"] > 0]) > 2 and int(live.max()) > 64, **STORE)
+    return some(
+        fn, lambda c: len(live := c.arguments["loc"][c.arguments["loc"] > 0]) > 2 and int(live.max()) > 64, **STORE
+    )
 
 
+SLOT_AT = (
+    "at = interleaved_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)"
+)
 STORE_KERNELS = {
-    # name: text, replacement, what says so, and what the message must name
+    # name: text, replacement, what the probe is asked, and what the message must name
     "offset_off_by_one_row": (
-        "at = cache_offset(slot[:, None], head[:, None], d, HEAD=HEAD, HEAD_DIM=HEAD_DIM)\n    tl.store(cache + at, values",
-        "at = cache_offset(slot[:, None] + 1, head[:, None], d, HEAD=HEAD, HEAD_DIM=HEAD_DIM)\n    tl.store(cache + at, values",
+        "at = cache_offset(slot[:, None], head[:, None], d, HEAD=HEAD",
+        "at = cache_offset(slot[:, None] + 1, head[:, None], d, HEAD=HEAD",
         "k_cache", ("red zones: k_cache", "left unwritten"),
     ),
     "page_and_slot_mixed": (
-        "at = interleaved_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)\n    else:\n        at = flat_offset(slot[",
-        "at = interleaved_offset(slot[:, None] * PAGE_SIZE, head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)\n    else:\n        at = flat_offset(slot[",
-        None, ("k_scale", "left unwritten"),
+        SLOT_AT, SLOT_AT.replace("slot[:, None]", "slot[:, None] // PAGE_SIZE"), None, ("k_scale", "left unwritten"),
     ),
     "chunk_and_lane_swapped": (
         'interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn("slot", "head", "group", name="interleaved_offset")',
-        'interleaved_offset = Layout("swapped", "slot(page token(chunk lane)) head group -> page head chunk lane group", '
+        'interleaved_offset = Layout('
+        '"swapped", "slot(page token(chunk lane)) head group -> page head chunk lane group", '
         'dtype="e8m0", token="page_size", lane=32, head_dim="group * 32")'
         '.offset_fn("slot", "head", "group", name="interleaved_offset")',
         "k_scale", ("k_scale", "was changed"),
@@ -125,7 +133,11 @@ def test_a_broken_store_is_caught(name, tmp_path):
     if name == "slot_0_written":
         call = some(fn, lambda c: 0 in c.arguments["loc"].tolist(), **STORE)
     elif name == "head_stride_of_the_wrong_tensor":
-        call = some(fn, lambda c: c.arguments["k"].stride(1) != c.arguments["v"].stride(1) and bool((c.arguments["loc"] > 0).any()), **STORE)
+        call = some(
+            fn,
+            lambda c: c.arguments["k"].stride(1) != c.arguments["v"].stride(1) and bool((c.arguments["loc"] > 0).any()),
+            **STORE,
+        )
     else:
         call = store_call(fn)
     said = findings(call, references.quantize_store_kv_mxfp8)
@@ -146,29 +158,32 @@ def test_the_kernel_itself_is_not_caught():
     from layoutcheck.kernels.quantize import quantize_store_kv_mxfp8 as fn
 
     call = store_call(fn)
-    assert findings(call, references.quantize_store_kv_mxfp8) == ""
+    assert not findings(call, references.quantize_store_kv_mxfp8)
     assert probe(fn, "k_scale", call=call).declared
 
 
 def test_a_write_through_a_copy_is_caught(tmp_path):
     """``reshape`` of a cache that is a slice of a wider buffer copies it, and the writes are lost."""
-    fn = broken(
-        tmp_path, "move", "rows.view(integers), loc, cache.view(integers), tokens,",
-        "rows.view(integers), loc, cache.view(integers).reshape(-1).view(cache.shape), tokens,",
-    ).store_rows  # fmt: skip
+    old = "    integers = {1: torch.uint8"
+    fn = broken(tmp_path, "move", old, f"    cache = cache.reshape(-1).view(cache.shape)\n{old}").store_rows
 
     def wanted(call: Call) -> bool:
         live = call.arguments["loc"] > 0
         return not call.arguments["cache"].is_contiguous() and bool(live.any()) and call.arguments["cache"].numel() > 1
 
-    said = findings(some(fn, wanted, head=2, dim=3, slot=5, rows=torch.float32, cache=torch.float32), references.store_rows)
+    said = findings(
+        some(fn, wanted, head=2, dim=3, slot=5, rows=torch.float32, cache=torch.float32), references.store_rows
+    )
     assert "red zones: cache" in said, said
     assert "left unwritten" in said
 
 
 def test_padding_that_is_left_unwritten_is_caught(tmp_path):
     fn = broken(
-        tmp_path, "quantize", "scale_rows, cols = row_tiles * rl * rc, col_tiles * c\n", "scale_rows = row_tiles * rl * rc\n"
+        tmp_path,
+        "quantize",
+        "scale_rows, cols = row_tiles * rl * rc, col_tiles * c\n",
+        "scale_rows = row_tiles * rl * rc\n",
     ).quantize_mxfp8
 
     def unpadded(call: Call) -> bool:

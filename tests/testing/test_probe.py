@@ -77,7 +77,7 @@ def test_a_layout_that_nobody_declared_is_searched_for():
     assert not found.declared
     assert found.name is None
     assert found.pattern is not None
-    axes, memory = found.pattern.split(" -> ")
+    _, memory = found.pattern.split(" -> ")
     assert memory.split(" (")[0].split() == ["slot0", "head", "group", "slot1"]
     assert "slot1=32" in memory
 

@@ -1,0 +1,106 @@
+"""What indices and prefix sums hold, so that every rule about values is kept; and tags that rules ask for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+
+from layoutcheck import _tags
+from layoutcheck._contract import Contract
+from layoutcheck._dims import Const, Name, Op, evaluate, parse_condition
+from layoutcheck._rules import Condition, Forbids, Index, Indptr, Needs, Together
+from layoutcheck._values import _mask as mask
+from layoutcheck.testing._sizes import Impossible
+
+_MANY = 4096
+
+
+def live_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
+    """The values of an index that select something."""
+    start, stop = int(evaluate(rule.start, sizes)), int(evaluate(rule.stop, sizes))
+    every = torch.arange(start, max(start, min(stop, start + _MANY)))
+    if stop > start + _MANY:  # the last one too
+        every = torch.cat([every, torch.tensor([stop - 1])])
+    return every[~skipped(rule, every, sizes)].tolist()
+
+
+def skipped(rule: Index, values: torch.Tensor, sizes: Mapping[str, Any]) -> torch.Tensor:
+    """Which of some values the callable ignores."""
+    if rule.skip is None:
+        return torch.zeros_like(values, dtype=torch.bool)
+    return mask(parse_condition(f"index {rule.skip}"), {**sizes, "index": values})
+
+
+def skipped_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
+    """Some values that the callable ignores."""
+    options = torch.tensor((-1, 0, -2))
+    return options[skipped(rule, options, sizes)].tolist()
+
+
+def index_values(
+    rule: Index, count: int, sizes: Mapping[str, Any], rnd: random.Random, unique: bool, mixed: bool
+) -> tuple[int, ...]:
+    """``count`` values that keep an index rule; skipped ones among them where ``mixed``."""
+    live, ignored = live_values(rule, sizes), skipped_values(rule, sizes)
+    if not count:
+        return ()
+    if not live and not ignored:
+        raise Impossible("an index without a value that it may have")
+    if not mixed and len(live) >= count:
+        return tuple(live[:count])
+    if unique or not live:
+        values = rnd.sample(live, min(count, len(live)))
+    else:
+        values = [rnd.choice((live[0], live[-1], rnd.choice(live))) for _ in range(count)]
+    if len(values) < count and not ignored:
+        raise Impossible("more rows than places for them")
+    result: list[int] = [*values, *(rnd.choice(ignored) for _ in range(count - len(values)))]
+    if ignored:
+        result = [rnd.choice(ignored) if rnd.random() < 0.2 else v for v in result]
+    rnd.shuffle(result)
+    return tuple(result)
+
+
+def indptr_values(rule: Indptr, count: int, sizes: Mapping[str, Any], rnd: random.Random) -> tuple[int, ...]:
+    """``count`` values of a prefix sum."""
+    stop = int(evaluate(rule.stop, sizes))
+    if count == 0 or (count == 1 and stop and not rule.capacity):
+        raise Impossible("a prefix sum needs a first entry and a last one")
+    longest = stop if rule.longest is None else int(evaluate(rule.longest, sizes))
+    steps = count - 1
+    if not rule.capacity and steps * longest < stop:
+        raise Impossible("too few steps of a prefix sum")
+    result = [0]
+    for left in range(steps, 0, -1):
+        least = 0 if rule.capacity else max(0, stop - result[-1] - (left - 1) * longest)
+        most = min(longest, stop - result[-1])
+        step = rnd.randint(least, most) if left > 1 or rule.capacity else stop - result[-1]
+        result.append(result[-1] + step)
+    return tuple(result)
+
+
+def tag(contract: Contract, built: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Declare of each tensor's memory what a rule ``tag(x, "fact") == ...`` asks for."""
+    for _, rule in contract.conditions:
+        match rule:
+            case Condition(Op("==", (Op("tag", (Name(n), Const(fact))), Const() | Name() as wanted))) if n in built:
+                value = evaluate(wanted, sizes) if isinstance(wanted, Const) or wanted.name in sizes else None
+                if fact == "layout" and isinstance(value, str):
+                    _tags.tag(built[n], value)
+                elif value is not None:
+                    _tags.tag(built[n], **{fact: value})
+
+
+def wrong_presence(rule: Any, given: Container[str]) -> set[str]:
+    """The arguments that a rule asks for and are not given, or refuses and are given."""
+    match rule:
+        case Needs(args):
+            return {a for a in args if a not in given}
+        case Forbids(args):
+            return {a for a in args if a in given}
+        case Together(args) if any(a in given for a in args):
+            return {a for a in args if a not in given}
+    return set()
