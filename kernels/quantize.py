@@ -50,7 +50,7 @@ def _load(x, token, head, live, token_stride, head_stride, HEAD_DIM: tl.constexp
     """A tile of rows, zero where they are not live."""
     d = tl.arange(0, BLOCK_D)[None, :]
     at = row_offset(token[:, None], head[:, None], d, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride)
-    return tl.load(x + at, live[:, None] & (d < HEAD_DIM), other=0.0, eviction_policy="evict_first")
+    return tl.load(x + at, live[:, None] & (d < HEAD_DIM), other=0.0)
 
 
 @triton.jit

@@ -174,8 +174,8 @@ class Layout:
         values = {k: parse(v) for k, v in keywords.items() if k in every}
         # An axis whose size is an expression by now: token=64 says page_size == 64.
         extra = [Equation(substitute(sizes[k], values), parse(v)) for k, v in keywords.items() if k not in every]
-        fields = list(new._substituted(values))
-        new._set(*fields[:5], [*fields[5], *extra], fields[6])
+        name, axes, memory, elements, now, equations, rules = new._substituted(values)
+        new._set(name, axes, memory, elements, now, [*equations, *extra], rules)
         found: dict[str, int] = {}
         for axis, e, equation in plan((), new.equations):  # a number given for one name may fix others
             found[axis] = _computed(name, e, found, equation)
@@ -183,7 +183,8 @@ class Layout:
             new._set(*new._substituted({axis: Const(n) for axis, n in found.items()}))
         if "default" not in changes:  # a default of a rule that has been replaced speaks of nothing now
             default = tuple((n, v) for n, v in new.rules.default if n in new._names)
-            new._set(*new._substituted({})[:6], dataclasses.replace(new.rules, default=default))
+            rules = dataclasses.replace(new.rules, default=default)
+            new._set(name, axes, memory, elements, dict(new.sizes), new.equations, rules)
         new._check()
         return new
 
@@ -213,10 +214,10 @@ class Layout:
         inner = 1
         empty = any(self._number(self.memory_size(leaf)) == 0 for leaf in self.order)
         for leaf in reversed(self.order) if not empty else ():
-            stride, size = self._number(self.leaf_strides[leaf]), self._number(self.memory_size(leaf))
-            if size > 1 and stride < inner:
-                raise _broken(self.name, leaf, f"pitch of {leaf} >= {inner}, what lies inside", f"{stride}")
-            inner = max(inner, stride * size)
+            pitch, count = self._number(self.leaf_strides[leaf]), self._number(self.memory_size(leaf))
+            if count > 1 and pitch < inner:
+                raise _broken(self.name, leaf, f"pitch of {leaf} >= {inner}, what lies inside", f"{pitch}")
+            inner = max(inner, pitch * count)
         if isinstance(self.rules.view, tuple) and math.prod(self.shape) * self.word != self.numel:
             shown = " * ".join(map(str, self.shape))
             raise _broken(self.name, "view", f"{self.numel} elements", f"{shown} = {math.prod(self.shape) * self.word}")

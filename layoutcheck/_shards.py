@@ -19,7 +19,7 @@ def _kind() -> Any:
 def any_sharded(*values: Any) -> bool:
     """Whether a DTensor is among the arguments; asked only where :data:`MODULE` is imported."""
     kind = _kind()
-    return any([isinstance(value, kind) for value in values])
+    return any(isinstance(value, kind) for value in values)
 
 
 def check(contract: Contract, values: Mapping[str, Any]) -> None:

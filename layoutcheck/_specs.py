@@ -104,8 +104,8 @@ def resolve(annotation: Any, fn: Any) -> Any:
     except NameError as error:
         if re.search(r"\bAnnotated\b|\[[^\]]*[\"']", annotation):
             raise TypeError(
-                f"{getattr(fn, '__qualname__', fn)}: the annotation {annotation!r} declares a tensor but cannot be read: {error}. "
-                "Import the name at run time, not only under TYPE_CHECKING"
+                f"{getattr(fn, '__qualname__', fn)}: the annotation {annotation!r} declares a tensor but cannot be "
+                f"read: {error}. Import the name at run time, not only under TYPE_CHECKING"
             ) from None
         return _UNRESOLVED
 
@@ -204,8 +204,8 @@ def _plain_form(annotation: Any) -> Form:
     allowed = {str(d) for d in annotation.dtypes} if isinstance(annotation.dtypes, list | tuple) else None
     dtypes = None
     if allowed is not None:
-        every = (getattr(torch, n) for n in dir(torch))
-        found = {d for d in every if isinstance(d, torch.dtype) and str(d).removeprefix("torch.") in allowed}
+        named = (getattr(torch, n, None) for n in allowed)
+        found = {d for d in named if isinstance(d, torch.dtype) and str(d).removeprefix("torch.") in allowed}
         dtypes = tuple(sorted(found, key=str))
     return Form(
         tuple(labels),

@@ -87,4 +87,7 @@ def end_graph(text: str) -> None:
 
 def untraced(fn: Callable[P, R]) -> Callable[P, R]:
     """The function, kept out of graphs: Dynamo would compile each frame of the slow path, which takes half a minute."""
-    return torch.compiler.disable(fn) if "torch._dynamo" in sys.modules else fn
+    if "torch._dynamo" not in sys.modules:
+        return fn
+    kept_out: Callable[P, R] = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
+    return kept_out

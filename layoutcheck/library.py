@@ -30,6 +30,8 @@ _AS_BYTES = (
 )  # fmt: skip
 _TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
+_ABSENT = torch.uint64  # what stands for a result that is None is an empty tensor of a dtype that no kernel returns
+
 
 def op(name: str, fn: F, *, fake: Callable[..., Any] | None = None) -> F:
     """An operator ``namespace::name`` that runs a function with a contract; called as the function is.
@@ -38,7 +40,7 @@ def op(name: str, fn: F, *, fake: Callable[..., Any] | None = None) -> F:
     ``str`` or ``Literal`` arguments; it returns None, a tensor or a tuple of tensors, none of which is memory of an
     argument. What :class:`layoutcheck.Writes` marks is mutated; nothing else may be.
 
-    Of a tuple the last ones may be None.
+    Of a tuple some may be None; inside the graph such a result is an empty tensor.
 
     ``fake`` makes what is returned, from the arguments, as empty tensors. It is needed only where the return
     annotation has no layout, or no single dtype, for some tensor: elsewhere they are allocated from their layouts.
@@ -73,24 +75,25 @@ def op(name: str, fn: F, *, fake: Callable[..., Any] | None = None) -> F:
         keywords = {n: values.pop(n) for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
         return list(values.values()), keywords
 
-    def leave(result: Any) -> Any:
-        if optional:
-            return [t for t in result if t is not None]
-        return tuple(result) if rebuilt is not None else result
+    def leave(result: Any, operands: tuple[Any, ...]) -> Any:
+        if not optional:
+            return tuple(result) if rebuilt is not None else result
+        device = next(t.device for t in operands if isinstance(t, torch.Tensor))
+        return tuple(torch.empty(0, dtype=_ABSENT, device=device) if t is None else t for t in result)
 
     def run(*operands: Any) -> Any:
         positional, keywords = unpacked(operands)
-        return leave(fn(*positional, **keywords))
+        return leave(fn(*positional, **keywords), operands)
 
     def describe(*operands: Any) -> Any:
         positional, keywords = unpacked(operands)
         if fake is not None:
-            return leave(fake(*positional, **keywords))
+            return leave(fake(*positional, **keywords), operands)
         values = dict(zip(parameters, positional, strict=False)) | keywords
         made = _empty(contract, typing.cast("list[TensorSpec]", results), values)
-        return leave(made if rebuilt is not None else made[0] if made else None)
+        return leave(made if rebuilt is not None else made[0] if made else None, operands)
 
-    returns = "Tensor[]" if optional else f"({', '.join(['Tensor'] * len(results))})" if len(results) != 1 else "Tensor"
+    returns = f"({', '.join(['Tensor'] * len(results))})" if len(results) != 1 else "Tensor"
     schema = f"{_parameters(name, contract, written)} -> {returns}"
     mutated = [s.name for s in contract.tensors.values() if s.writes is not None]
     made = torch.library.custom_op(name, run, mutates_args=mutated, schema=schema)
@@ -107,7 +110,7 @@ def op(name: str, fn: F, *, fake: Callable[..., Any] | None = None) -> F:
         result = made(*(values[n] for n in parameters), *dtypes)
         if rebuilt is None:
             return result
-        return rebuilt([*result, *[None] * (len(results) - len(result))])
+        return rebuilt([None if optional and t.dtype is _ABSENT else t for t in result])
 
     apply.__name__ = getattr(fn, "__name__", "apply")
     wrapper = _compile.compile_guard(apply, contract)
@@ -163,7 +166,8 @@ def _returned(
         rebuilt, items = annotation._make, tuple(typing.get_type_hints(annotation).values())
     specs = contract.results or (None,) * len(items)
     optional = any(type(None) in typing.get_args(item) for item in items)
-    return rebuilt, optional, [s if s is not None and all(map(_dtype, (f for _, f in s.forms))) else None for s in specs]
+    said = [s if s is not None and all(_dtype(form) for _, form in s.forms) else None for s in specs]
+    return rebuilt, optional, said
 
 
 def _dtype(form: Form) -> torch.dtype | None:

@@ -33,8 +33,7 @@ def checks_values() -> bool:
     try:
         gather(ROWS, OUTSIDE)
     except LayoutError as error:
-        assert [v.rule for v in error.violations] == ["value"]
-        return True
+        return [v.rule for v in error.violations] == ["value"]
     return False
 
 
@@ -172,7 +171,8 @@ def caught(times: int, *calls: tuple[Tensor, Tensor]) -> list[str]:
 def test_a_warning_comes_once_per_call_site_and_cause():
     with mode("warn"):
         wide = [(torch.zeros(n, 3, dtype=torch.float64), INSIDE) for n in (4, 5)]
-        assert caught(3, *wide) == ["gather: rows has the wrong dtype for a tensor (row, dim)"] or len(caught(3)) == 0
+        (message,) = caught(3, *wide)
+        assert message.startswith("gather: rows has the wrong dtype")
         assert caught(1, *wide) == []
         assert len(caught(2, (ROWS, INSIDE[None]))) == 1, "another cause at the same site"
         with pytest.warns(UserWarning, match="rows has the wrong dtype"):

@@ -89,8 +89,9 @@ def test_a_child_process_guards_as_its_parent_does(method):
     context = multiprocessing.get_context(method)
     results = context.SimpleQueue()
     wrong = tuple(t.clone() for t in (*call()[:2], call(page=1)[2]))  # memory that is tagged nowhere
-    # Plain numbers where the child does not inherit memory: tensors would need shared memory to travel.
-    process = context.Process(target=child if method == "fork" else spawned, args=(results, call(), wrong)[: 3 if method == "fork" else 1])
+    # A spawned child makes its tensors itself: to travel they would need shared memory.
+    target, arguments = (child, (results, call(), wrong)) if method == "fork" else (spawned, (results,))
+    process = context.Process(target=target, args=arguments)
     process.start()
     ran, text = results.get()
     process.join(60)

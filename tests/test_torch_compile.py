@@ -100,7 +100,7 @@ def test_symbols_are_shown_as_numbers():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_violation_without_a_full_graph_is_a_layout_error(dynamic):
-    with pytest.raises(LayoutError, match="k_scale does not match mxfp8.interleaved"):
+    with pytest.raises(LayoutError, match=r"k_scale does not match mxfp8\.interleaved"):
         torch.compile(guarded, backend="eager", dynamic=dynamic)(*stale())
 
 
@@ -170,7 +170,7 @@ def test_export(strict):
     program = torch.export.export(Guarded(), call(), dynamic_shapes=shapes, strict=strict)
     assert torch.equal(program.module()(*call(token=33)), bare(*call(token=33)))
     expected = torch._dynamo.exc.Unsupported if strict else LayoutError
-    with pytest.raises(expected, match="k_scale does not match mxfp8.interleaved"):
+    with pytest.raises(expected, match=r"k_scale does not match mxfp8\.interleaved"):
         torch.export.export(Guarded(), stale(), strict=strict)
 
 
@@ -202,7 +202,7 @@ def test_fake_and_meta_tensors():
 def test_make_fx_with_symbols():
     graph = make_fx(lambda *tensors: guarded(*tensors), tracing_mode="symbolic")(*call())
     assert torch.equal(graph(*call(page=9)), bare(*call(page=9)))
-    with pytest.raises(LayoutError, match="k_scale does not match mxfp8.interleaved"):
+    with pytest.raises(LayoutError, match=r"k_scale does not match mxfp8\.interleaved"):
         make_fx(lambda *tensors: guarded(*tensors), tracing_mode="symbolic")(*stale())
 
 

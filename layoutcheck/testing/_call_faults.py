@@ -14,7 +14,17 @@ from layoutcheck._dims import Name
 from layoutcheck._rules import Condition, NoOverlap
 from layoutcheck._specs import Form
 from layoutcheck.testing._call import Call
-from layoutcheck.testing._candidate import ANY, INTEGERS, Candidate, blamed_for, like, named, replaced, value_of
+from layoutcheck.testing._candidate import (
+    ANY,
+    INTEGERS,
+    Candidate,
+    blamed_for,
+    concerned,
+    like,
+    named,
+    replaced,
+    value_of,
+)
 from layoutcheck.testing._contents import wrong_presence
 from layoutcheck.testing._contradiction import breaks
 
@@ -76,10 +86,10 @@ def _presence(valid: Call) -> Iterator[Candidate]:
         if not spec.optional:
             continue
         other: Any = None if value is not None else (torch.zeros(1) if name in contract.tensors else 1)
-        if named := _wrong_presence(contract, valid.everything | {name: other}, valid.sizes):
+        if wrong := _wrong_presence(contract, valid.everything | {name: other}, valid.sizes):
             yield Candidate(
                 "missing" if value is not None else "one_argument_too_many", name,
-                value_of(name, other), frozenset({"presence"}), frozenset({*named, name}),
+                value_of(name, other), frozenset({"presence"}), concerned(valid, name) | wrong,
                 sure=True,
             )  # fmt: skip
 

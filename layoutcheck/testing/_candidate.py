@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from layoutcheck._dims import Expr, Name, Op
+from layoutcheck._rules import Condition
 from layoutcheck._specs import Form
 from layoutcheck.testing._call import Call
 from layoutcheck.testing._memory import depth
@@ -61,6 +62,17 @@ def binding(valid: Call, name: str) -> bool:
 
 def blamed_for(valid: Call, name: str) -> frozenset[str]:
     return frozenset(valid.contract.specs) if binding(valid, name) else frozenset({name})
+
+
+def concerned(valid: Call, name: str) -> frozenset[str]:
+    """The argument and those that are named in a rule about its presence or its dtype."""
+    found = {name}
+    for under, rule in valid.contract.conditions:
+        exprs = [r.expr for r in (*under, rule) if isinstance(r, Condition)]
+        mentioned = {n for e in exprs for n in named(e)}
+        if name in mentioned:
+            found |= mentioned | set(getattr(rule, "arguments", ()))
+    return frozenset(found)
 
 
 def named(expr: Expr) -> Iterator[str]:

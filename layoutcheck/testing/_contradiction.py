@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, Op, evaluate
+from layoutcheck._dims import Const, Equation, Expr, Inexact, Name, Op, evaluate, names
 from layoutcheck._rules import Condition
 from layoutcheck._specs import Form
 from layoutcheck.testing._call import Call
@@ -53,7 +53,11 @@ def contradicts(valid: Call, changed: Mapping[str, Any]) -> bool:
         values = {**known, **follow(equations, integers)}
         for name, form in valid.forms.items():
             value = arguments.get(name)
-            if isinstance(value, torch.Tensor) and value.numel() and _wrong_strides(form, value, values):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if any(values.get(n, 0) < 0 for size in form.sizes if size is not None for n in names(size)):
+                return True
+            if value.numel() and _wrong_strides(form, value, values):
                 return True
         return any(breaks(under, expr, values, arguments) for under, expr in conditions)
     except Impossible:

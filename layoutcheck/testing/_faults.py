@@ -73,6 +73,14 @@ def faults(fn: Callable[..., Any], *, data: bool = True, **bounds: Any) -> st.Se
     return calls(fn, data=data, **bounds).flatmap(fault_of)
 
 
+_NUMBERS = st.integers(0, 2**16 - 1)
+
+
+def _spread(number: int) -> int:
+    """Neighbouring numbers far apart: small ones are drawn more often, and should not all mean the first kinds."""
+    return number * 2654435761 % 2**32 >> 8
+
+
 @st.composite
 def fault_of(draw: st.DrawFn, valid: Call) -> Fault:
     """One fault of a given call."""
@@ -80,12 +88,11 @@ def fault_of(draw: st.DrawFn, valid: Call) -> Fault:
     for c in candidates(valid):
         by_name.setdefault(c.name, []).append(c)
     options = list(by_name)
-    start = draw(st.integers(0, max(0, len(options) - 1)))
-    which = draw(st.integers(0, 1023))
-    for name in (*options[start:], *options[:start]):
-        mine = by_name[name]
-        for i in range(len(mine)):
-            if (fault := made(valid, mine[(which + i) % len(mine)])) is not None:
+    start, which = (_spread(draw(_NUMBERS)) for _ in range(2))
+    for i in range(len(options)):
+        mine = by_name[options[(start + i) % len(options)]]
+        for j in range(len(mine)):
+            if (fault := made(valid, mine[(which + j) % len(mine)])) is not None:
                 return fault
     return reject()
 

@@ -334,7 +334,4 @@ def follow(equations: Iterable[Equation], known: Mapping[str, Any]) -> dict[str,
                 raise Impossible(f"{q}: {evaluate(q.left, values)} and {evaluate(q.right, values)}")
     except Inexact as error:
         raise Impossible(str(error)) from None
-    for name, value in values.items():
-        if isinstance(value, int) and name not in known and value < 0:
-            raise Impossible(f"{name} = {value}")
     return values

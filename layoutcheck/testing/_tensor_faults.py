@@ -12,11 +12,10 @@ import torch
 from layoutcheck._call import layout_dims
 from layoutcheck._dims import evaluate
 from layoutcheck._layout import Layout
-from layoutcheck._rules import Condition
 from layoutcheck._specs import Form
 from layoutcheck.layouts import entries
 from layoutcheck.testing._call import Call
-from layoutcheck.testing._candidate import ANY, INTEGERS, Candidate, blamed_for, like, named, replaced
+from layoutcheck.testing._candidate import ANY, INTEGERS, Candidate, blamed_for, concerned, like, replaced
 
 _GROW = ("slot", "page", "row", "token", "pool", "seq")
 _SAME_WIDTH = {
@@ -94,9 +93,11 @@ def _other_layouts(valid: Call, name: str, form: Form, blamed: frozenset[str]) -
 
 def _laid(entry: Layout, dims: Mapping[str, int], value: torch.Tensor) -> torch.Tensor:
     concrete = entry(**{d: n for d, n in dims.items() if d in entry.dims})
-    return torch.zeros(concrete.nbytes, dtype=torch.uint8).view(value.dtype).as_strided(
-        concrete.shape, concrete.strides
-    )  # fmt: skip
+    if value.element_size() != concrete.dtype.itemsize:
+        raise TypeError(f"{entry.name} has elements of another width than {value.dtype}")
+    return (
+        torch.zeros(concrete.nbytes, dtype=torch.uint8).view(value.dtype).as_strided(concrete.shape, concrete.strides)
+    )
 
 
 def _dtype(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
@@ -113,7 +114,7 @@ def _dtype(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
         if dtype not in form.dtypes:
             yield Candidate(
                 kind, name, replaced(name, _as, value, dtype), frozenset({"dtype"}),
-                _about_dtype(valid, name), sure=True,
+                concerned(valid, name), sure=True,
             )  # fmt: skip
 
 
@@ -123,17 +124,6 @@ def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return value.view(dtype)
     made = torch.empty_strided(value.shape, value.stride(), dtype=dtype)
     return made.copy_(value)
-
-
-def _about_dtype(valid: Call, name: str) -> frozenset[str]:
-    """The argument and those that some rule about its dtype names."""
-    found = {name}
-    for under, rule in valid.contract.conditions:
-        exprs = [r.expr for r in (*under, rule) if isinstance(r, Condition)]
-        mentioned = {n for e in exprs for n in named(e)}
-        if name in mentioned:
-            found |= mentioned | set(getattr(rule, "arguments", ()))
-    return frozenset(found)
 
 
 def _stride(valid: Call, name: str, form: Form) -> Iterator[Candidate]:

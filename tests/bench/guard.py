@@ -1,8 +1,10 @@
-"""What a guard costs: the seven tensors of ``quantize_store_kv_mxfp8``, four ways, in one run on CPU tensors.
+"""What a guard costs: calls with 1, 3, 7 and 16 tensors, in every mode, in one run; CUDA tensors where there is a GPU.
 
     python tests/bench/guard.py
 
-The function itself does nothing, so its bare time is the cost of the call. "hand-written" is the shortest check of the
+Seven tensors are those of ``quantize_store_kv_mxfp8``; one is a cache, three are rows, slots and a cache, sixteen are
+nine rows more. The functions do nothing, so their bare time is the cost of the call. With ``LAYOUTCHECK=off`` that is
+what a guarded call costs, as decoration returns the function itself. "hand-written" is the shortest check of the
 same rules that we could write: every dtype, shape, composite equation, stride, and device. Times are the least of many
 repeats, in microseconds; the ratio is to the hand-written check, each with the bare call's time taken off.
 """
@@ -19,7 +21,7 @@ from beartype import beartype
 from jaxtyping import BFloat16, Float8e4m3fn, Int64, UInt8, jaxtyped
 from torch import Tensor
 
-from layoutcheck import E4M3, Index, Writes, contract, layout
+from layoutcheck import E4M3, Index, Writes, contract, layout, mode
 
 CACHE = layout("paged.nhd")(dtype=E4M3, view="slot head head_dim", pitch={})
 SCALE = layout("mxfp8.interleaved")
@@ -37,9 +39,6 @@ def bare(
     page_size: int = 128,
 ) -> None:
     """The call without any check."""
-
-
-guarded = contract("page_size % 32 == 0", same_device=True)(bare)
 
 
 def hand_written(
@@ -101,13 +100,129 @@ def jaxtyping_beartype(
     """Shapes and dtypes only: no relation between slots, pages and page_size, no E8M0, no strides, no device."""
 
 
-def arguments(page: int = 64, page_size: int = 128) -> tuple[Tensor, ...]:
-    """A valid call with K and V of different head_dim."""
+# --- one, three, sixteen ----------------------------------------------------------------------------------------------
+
+Rows = BFloat16[Tensor, "token head head_dim"]
+
+
+def bare_1(k_cache: Annotated[Tensor, CACHE], *, page_size: int = 128) -> None:
+    """One buffer."""
+
+
+def hand_written_1(k_cache: Tensor, *, page_size: int = 128) -> None:
+    """The same rules, as short as they go."""
+    slot, _, _ = k_cache.shape
+    if k_cache.dtype is not torch.float8_e4m3fn or slot % page_size or not k_cache.is_contiguous():
+        raise ValueError("wrong cache")
+    return bare_1(k_cache, page_size=page_size)
+
+
+@jaxtyped(typechecker=beartype)
+def jaxtyping_beartype_1(k_cache: Float8e4m3fn[Tensor, "slot head head_dim"], *, page_size: int = 128) -> None:
+    """Shapes and dtypes only."""
+
+
+def bare_3(
+    k: Rows,
+    loc: Annotated[Int64[Tensor, "token"], Index("slot", skip="<= 0")],
+    k_cache: Annotated[Tensor, CACHE, Writes(at="loc")],
+    *,
+    page_size: int = 128,
+) -> None:
+    """Rows, slots and a buffer."""
+
+
+def hand_written_3(k: Tensor, loc: Tensor, k_cache: Tensor, *, page_size: int = 128) -> None:
+    """The same rules, as short as they go."""
+    token, head, head_dim = k.shape
+    slot = k_cache.shape[0]
+    if k.dtype is not torch.bfloat16 or loc.dtype is not torch.int64 or k_cache.dtype is not torch.float8_e4m3fn:
+        raise ValueError("wrong dtype")
+    if loc.shape != (token,) or k_cache.shape != (slot, head, head_dim) or slot % page_size:
+        raise ValueError("wrong shape")
+    if not k_cache.is_contiguous() or not (k.device == loc.device == k_cache.device):
+        raise ValueError("not dense, or not on one device")
+    return bare_3(k, loc, k_cache, page_size=page_size)
+
+
+@jaxtyped(typechecker=beartype)
+def jaxtyping_beartype_3(
+    k: Rows, loc: Int64[Tensor, "token"], k_cache: Float8e4m3fn[Tensor, "slot head head_dim"], *, page_size: int = 128
+) -> None:
+    """Shapes and dtypes only."""
+
+
+def bare_16(
+    k: Rows,
+    v: BFloat16[Tensor, "token head v_head_dim"],
+    loc: Annotated[Int64[Tensor, "token"], Index("slot", skip="<= 0")],
+    k_cache: Annotated[Tensor, CACHE, Writes(at="loc")],
+    v_cache: Annotated[Tensor, CACHE(head_dim="v_head_dim"), Writes(at="loc")],
+    k_scale: Annotated[Tensor, SCALE, Writes(at="loc")],
+    v_scale: Annotated[Tensor, SCALE(head_dim="v_head_dim"), Writes(at="loc")],
+    a: Rows, b: Rows, c: Rows, d: Rows, e: Rows, f: Rows, g: Rows, h: Rows, i: Rows,
+    *,
+    page_size: int = 128,
+) -> None:  # fmt: skip
+    """The seven, and nine rows more."""
+
+
+def hand_written_16(
+    k: Tensor, v: Tensor, loc: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor, v_scale: Tensor,
+    a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor, h: Tensor, i: Tensor,
+    *, page_size: int = 128,
+) -> None:  # fmt: skip
+    """The same rules, as short as they go."""
+    hand_written(k, v, loc, k_cache, v_cache, k_scale, v_scale, page_size=page_size)
+    rows, bf16 = k.shape, torch.bfloat16
+    if not (
+        a.dtype is b.dtype is c.dtype is d.dtype is e.dtype is f.dtype is g.dtype is h.dtype is i.dtype is bf16
+        and a.shape == b.shape == c.shape == d.shape == e.shape == f.shape == g.shape == h.shape == i.shape == rows
+    ):
+        raise ValueError("wrong rows")
+    if not (
+        k.device == a.device == b.device == c.device == d.device == e.device == f.device == g.device == h.device
+        == i.device
+    ):  # fmt: skip
+        raise ValueError("not on one device")
+
+
+@jaxtyped(typechecker=beartype)
+def jaxtyping_beartype_16(
+    k: Rows,
+    v: BFloat16[Tensor, "token head v_head_dim"],
+    loc: Int64[Tensor, "token"],
+    k_cache: Float8e4m3fn[Tensor, "slot head head_dim"],
+    v_cache: Float8e4m3fn[Tensor, "slot head v_head_dim"],
+    k_scale: UInt8[Tensor, "page head 32 chunk group"],
+    v_scale: UInt8[Tensor, "page head 32 chunk v_group"],
+    a: Rows, b: Rows, c: Rows, d: Rows, e: Rows, f: Rows, g: Rows, h: Rows, i: Rows,
+    *,
+    page_size: int = 128,
+) -> None:  # fmt: skip
+    """Shapes and dtypes only."""
+
+
+WAYS: dict[int, tuple[Callable[..., None], Callable[..., None], Callable[..., None]]] = {
+    1: (bare_1, hand_written_1, jaxtyping_beartype_1),
+    3: (bare_3, hand_written_3, jaxtyping_beartype_3),
+    7: (bare, hand_written, jaxtyping_beartype),
+    16: (bare_16, hand_written_16, jaxtyping_beartype_16),
+}
+
+
+def arguments(count: int, device: str, tagged: bool, page: int = 64, page_size: int = 128) -> tuple[Tensor, ...]:
+    """A valid call with K and V of different head_dim; buffers whose layout is known, or is not."""
     dims: dict[str, Any] = dict(page=page, page_size=page_size, head=8)
-    scales = (SCALE(head_dim=d, **dims).empty(dtype=torch.uint8) for d in (128, 64))
-    caches = (CACHE(head_dim=d, **dims).empty() for d in (128, 64))
-    rows = (torch.zeros(16, 8, d, dtype=torch.bfloat16) for d in (128, 64))
-    return (*rows, torch.arange(16), *caches, *scales)
+    scales = [SCALE(head_dim=d, **dims).empty(dtype=torch.uint8, device=device) for d in (128, 64)]
+    caches = [CACHE(head_dim=d, **dims).empty(device=device) for d in (128, 64)]
+    if not tagged:
+        scales, caches = [s.clone() for s in scales], [c.clone() for c in caches]
+    k, v = (torch.zeros(16, 8, d, dtype=torch.bfloat16, device=device) for d in (128, 64))
+    loc = torch.arange(16, device=device)
+    if count < 7:
+        return (caches[0],) if count == 1 else (k, loc, caches[0])
+    return (k, v, loc, *caches, *scales, *(k.clone() for _ in range(count - 7)))
 
 
 def microseconds(call: Callable[[], object], number: int = 20_000, repeat: int = 9) -> float:
@@ -137,26 +252,47 @@ def look_ups() -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    """Print the table."""
-    tensors = arguments()
+def table(count: int, device: str) -> None:
+    """One table: every way to check a call of so many tensors."""
+    plain, by_hand, other = WAYS[count]
+    fn = contract("page_size % 32 == 0", same_device=True)(plain)
+    tensors, foreign = arguments(count, device, True), arguments(count, device, False)
     calls: dict[str, Callable[[], object]] = {
-        "bare call": lambda: bare(*tensors, page_size=128),
-        "layoutcheck": lambda: guarded(*tensors, page_size=128),
-        "hand-written": lambda: hand_written(*tensors, page_size=128),
+        "bare call, or mode off": lambda: plain(*tensors, page_size=128),
+        "hand-written": lambda: by_hand(*tensors, page_size=128),
+        "layoutcheck, raise": lambda: fn(*tensors, page_size=128),
+        "   untagged buffers": lambda: fn(*foreign, page_size=128),
     }
-    times = {name: microseconds(call) for name, call in calls.items()}
-    times["jaxtyping + beartype"] = microseconds(lambda: jaxtyping_beartype(*tensors, page_size=128), number=200)
-    base = times["hand-written"] - times["bare call"]
-    print(
-        f"guard of seven tensors; {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    number = 4_000
+    times = {name: microseconds(call, number) for name, call in calls.items()}
+    with mode("warn"):
+        times["layoutcheck, warn"] = microseconds(calls["layoutcheck, raise"], number)
+    with mode("values"):
+        times["layoutcheck, values"] = microseconds(calls["layoutcheck, raise"], 100, 3)
+    times["jaxtyping + beartype"] = microseconds(lambda: other(*tensors, page_size=128), 100, 5)
+    floor = times["bare call, or mode off"]
+    base = times["hand-written"] - floor
+    print(f"{count} tensors on {device}")
     for name, time in times.items():
-        ratio = (time - times["bare call"]) / base
-        print(f"   {name:<22}{time:8.2f} µs   {ratio:7.2f} x hand-written")
+        print(f"   {name:<24}{time:9.2f} µs   {(time - floor) / base:8.2f} x hand-written")
+
+
+def decoration() -> float:
+    """Milliseconds to decorate the function of seven tensors: the least of several."""
+    made = contract("page_size % 32 == 0", same_device=True)
+    return min(timeit.repeat(lambda: made(bare), number=1, repeat=20)) * 1e3
+
+
+def main() -> None:
+    """Print the tables."""
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        for count in WAYS:
+            table(count, device)
     print("guard of one buffer, by what is compared with its tag")
     for name, call in look_ups().items():
-        print(f"   {name:<22}{microseconds(call):8.2f} µs")
+        print(f"   {name:<24}{microseconds(call):9.2f} µs")
+    print(f"decoration: {decoration():.2f} ms per contract of seven tensors")
 
 
 if __name__ == "__main__":

@@ -98,14 +98,14 @@ STORE_KERNELS = {
         "k_scale", ("k_scale", "was changed"),
     ),
     "scales_written_linear": (
-        "tl.store(scale + at, byte, live[:, None] & (group < HEAD_DIM // BLOCK))",
+        "tl.store(scale + at, byte, live",
         "at = flat_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)\n"
-        "    tl.store(scale + at, byte, live[:, None] & (group < HEAD_DIM // BLOCK))",
+        "    tl.store(scale + at, byte, live",
         "k_scale", ("k_scale", "was changed"),
     ),
     "last_partial_tile_unmasked": (
-        "tl.store(cache + at, values, live[:, None] & (d < HEAD_DIM))",
-        "tl.store(cache + at, values, live[:, None])",
+        "tl.store(cache + at, values, live[:, None] & (d < HEAD_DIM)",
+        "tl.store(cache + at, values, live[:, None]",
         None, ("v_cache",),
     ),
     "head_stride_of_the_wrong_tensor": (
