@@ -79,7 +79,6 @@ def test_a_padded_layout(row, col, shape, padding):
     assert (tiles.shape, tiles.padding, tiles.numel) == (shape, padding, int(np.prod(shape)))
 
 
-
 # --- Names -----------------------------------------------------------------------------------------------------------
 
 

@@ -286,7 +286,7 @@ def test_a_decorated_function_is_still_itself_to_tools():
 # --- cost that grows --------------------------------------------------------------------------------------------------
 
 
-def test_a_million_calls_leave_nothing_behind():
+def test_calls_leave_nothing_behind():
     arguments = call()
     tracemalloc.start()
     try:

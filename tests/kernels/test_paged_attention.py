@@ -367,6 +367,6 @@ def test_values_mode():
 
 def test_the_grid_follows_from_shapes():
     assert module._splits(32 * 8, 8192) == 8
-    assert module._splits(8, 8192) == 64
+    assert module._splits(8, 8192) == 32
     assert module._splits(10**6, 8192) == 1
     assert module._splits(8, 64) == 1
