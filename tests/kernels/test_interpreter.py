@@ -13,9 +13,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from layoutcheck.kernels._interpreter import correct_interpreter
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
+
+from layoutcheck.kernels._interpreter import correct_interpreter
 
 
 @pytest.fixture(autouse=True)
