@@ -10,291 +10,23 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from layoutcheck import _manifest, _mode, _shards, _tags, _trace, _twins
+from layoutcheck import _trace, _twins
 from layoutcheck._contract import GUARD_FILE, Contract
-from layoutcheck._dims import Const, Expr, Name, Op, calls, divisions, names, plan, source
-from layoutcheck._dtypes import Element
+from layoutcheck._dims import Expr, Op, calls, divisions, names, plan
 from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
-from layoutcheck._solve import Step
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
+from layoutcheck._write import Writer, of_required
 
-INT32_MAX = 2**31 - 1
-_NEED_NO_PARENTHESES = (
-    "+", "-", "*", "/", "//", "%", "cdiv", "align", "min", "max", "dtype", "numel", "tuple", "len", "sum", "tag", "tags"
-)  # fmt: skip
 _counter = itertools.count()
-# What a comparison on something that is no tensor, or has the wrong rank, may raise. The slow path then names it.
-CAUGHT = (AttributeError, TypeError, ValueError, ZeroDivisionError, IndexError)
-
-
-class _Writer:
-    def __init__(self, contract: Contract) -> None:
-        self.contract = contract
-        self.globals: dict[str, Any] = {
-            "_live": _mode.state,
-            "_compiling": torch.compiler.is_compiling,
-            "_dynamo": torch.compiler.is_dynamo_compiling,
-            "_contract": contract,
-            "_modules": sys.modules,
-            "_dtensor": _shards.MODULE,
-            "_any_sharded": _shards.any_sharded,
-            "_check_shards": _shards.check,
-            "_broken": contract.broken,
-            "_reason": _trace.reason(contract),
-            "_described": _trace.described,
-            "_end_graph": _trace.end_graph,
-            "_values": contract.check_values,
-            "_caught": CAUGHT,
-            "_overlap": overlap,
-            "_apart": apart,
-            "_agree": _manifest.agree,
-            "_address": _tags.address,
-            "_fact": _tags.fact,
-            "_facts": _tags.facts,
-        }
-        self.lines: list[str] = []
-        self.settled = {s.equation for s in contract.steps if not s.optional}
-        self.settled |= {c.equation for c in contract.checks if _of_required(contract, c.argument)}
-        self.done: set[str] = set()  # tests made on every call: no branch repeats them
-
-    def constant(self, value: Any) -> str:
-        """A global that holds a value, one per value."""
-        for name, known in self.globals.items():
-            if known is value:
-                return name
-        name = f"_c{len(self.globals)}"
-        self.globals[name] = value
-        return name
-
-    def local(self, name: str) -> str:
-        """The variable that holds a dim or a scalar argument."""
-        if name in self.contract.signature.parameters and name not in self.contract.tensors:
-            return name
-        return "_d_" + "".join(c if c.isalnum() else "_" for c in name)
-
-    def size(self, expr: Expr) -> str:
-        return source(expr, self.local)
-
-    def test(self, expr: Expr) -> str:
-        """A condition as source."""
-        match expr:
-            case Const(Element() as element):
-                return self.constant(element.torch)
-            case Op("given", (Name(n),)):
-                return f"{n} is not None"
-            case Op("dtype", (Name(n),)):
-                spec = self.contract.tensors.get(n)
-                return f"(None if {n} is None else {n}.dtype)" if spec is None or spec.optional else f"{n}.dtype"
-            case Op("numel", (Name(n),)):
-                return f"{n}.numel()"
-            case Op("len" | "sum" as op, (Name(n),)):
-                return f"{op}({n})"
-            case Op("tag", (Name(n), Const(fact))):
-                return f"(None if _compiling() else _fact({n}, {fact!r}))"
-            case Op("tags", (Name(n), Const(fact))):
-                return f"(() if _compiling() else _facts({n}, {fact!r}))"
-            case Op("pow2", (a,)):
-                text = self.test(a)
-                return f"({text} > 0 and {text} & ({text} - 1) == 0)"
-            case Op("and" | "or" as op, parts):
-                return f" {op} ".join(f"({self.test(p)})" for p in parts)
-            case Op("not", (a,)):
-                return f"not ({self.test(a)})"
-            case Op("tuple", parts):
-                return "(" + ", ".join(self.test(p) for p in parts) + ",)"
-            case Op("==" | "!=" | "<" | "<=" | ">" | ">=" | "in" | "not in" as op, (a, b)):
-                word = {"==": "is", "!=": "is not"}.get(op, op) if b == Const(None) else op
-                exact = [d for side in (a, b) for d in divisions(side)]
-                compare = f"{self.operand(a)} {word} {self.operand(b)}"
-                return " and ".join([*(self.exact(d) for d in exact), compare])
-        return self.size(expr)
-
-    def operand(self, expr: Expr) -> str:
-        """One side of a comparison as source."""
-        text = self.test(expr)
-        return text if not isinstance(expr, Op) or expr.op in _NEED_NO_PARENTHESES else f"({text})"
-
-    def exact(self, division: Op) -> str:
-        return self.size(Op("%", division.args)) + " == 0"
-
-    # --- one tensor --------------------------------------------------------------------------------------------------
-
-    def bind(self, spec: TensorSpec, form: Form, steps: list[Step]) -> None:
-        """Unpack the shape of an argument that binds dims; what it does not bind is compared in :meth:`shape`."""
-        mine = {s.index: s for s in steps if s.argument == spec.name and s.kind in ("shape", "variadic")}
-        if not mine:
-            return
-        if form.variadic:
-            at, name = form.variadic
-            behind = len(form.sizes) - at
-            self.lines.append(f"_s = {spec.name}.shape")
-            if any(s.kind == "variadic" for s in mine.values()):
-                stop = f"len(_s) - {behind}" if behind else "len(_s)"
-                self.lines.append(f"{self.local(name)} = _s[{at}:{stop}]")
-            for index, step in mine.items():
-                if step.kind == "shape":
-                    self.lines.append(f"{self.local(step.name)} = _s[{index}]")
-            return
-        targets = [
-            self.local(mine[i].name) if i in mine else "_" if size is None else f"_{spec.name}_{i}"
-            for i, size in enumerate(form.sizes)
-        ]
-        self.lines.append(f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {spec.name}.shape")
-
-    def fresh(self, tests: list[str]) -> str:
-        """The tests, joined, without those that every call makes already."""
-        kept = [t for t in dict.fromkeys(tests) if t not in self.done]
-        return " and ".join(kept) or "True"
-
-    def form(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
-        """The comparisons of one form of one tensor."""
-        x = spec.name
-        tests = []
-        if form.dtypes is not None:
-            if len(form.dtypes) == 1:
-                tests.append(f"{x}.dtype is {self.constant(form.dtypes[0])}")
-            else:
-                tests.append(f"{x}.dtype in {self.constant(form.dtypes)}")
-        else:
-            tests.append(f"isinstance({x}, {self.constant(torch.Tensor)})")
-        tests += self.shape(x, form, bound)
-        tests += self.strides(x, form)
-        for index, size in form.align:
-            if index is None:
-                tests.append(f"(_compiling() or _address({x}) % {_atom(self.size(size))} == 0)")
-            else:
-                pitch = f"{x}.stride({index}) * {x}.element_size() % {_atom(self.size(size))}"
-                tests.append(f"{pitch} == 0" if index in form.strict else f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
-        if form.int32:
-            reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in form.int32)
-            tests.append(f"({x}.numel() == 0 or {reach} <= {INT32_MAX})")
-        if (reader := _twins.reader(form.layout, form.dims)) is not None:
-            sizes = ", ".join([x, *(self.size(e) for _, e in form.dims)])
-            tests.append(f"(_compiling() or {self.constant(reader)}({sizes}))")
-        return tests
-
-    def shape(self, x: str, form: Form, bound: set[str]) -> list[str]:
-        sizes = form.sizes
-        exact = [self.exact(d) for s in sizes if s is not None for d in divisions(s)]
-        if form.variadic:
-            at, name = form.variadic
-            behind = len(sizes) - at
-            tests = [f"len({x}.shape) >= {len(sizes)}"] if sizes else []
-            if name != "..." and f"{x}:{name}" not in bound:
-                stop = f"len({x}.shape) - {behind}" if behind else f"len({x}.shape)"
-                tests.append(f"{x}.shape[{at}:{stop}] == {self.local(name)}")
-            for i, size in enumerate(sizes):
-                index = i - len(sizes) if i >= at else i
-                if size is not None and f"{x}:{index}" not in bound:
-                    tests.append(f"{x}.shape[{index}] == {self.size(size)}")
-            return [*exact, *tests]
-        open_ = [i for i, s in enumerate(sizes) if s is None]
-        fresh = [i for i in range(len(sizes)) if f"{x}:{i}" in bound]
-        if not open_ and not fresh:
-            wanted = ", ".join(self.size(s) for s in sizes if s is not None)
-            return [*exact, f"{x}.shape == ({wanted}{',' if len(sizes) == 1 else ''})"]
-        tests = [
-            f"{f'_{x}_{i}' if fresh else f'{x}.shape[{i}]'} == {self.size(s)}"
-            for i, s in enumerate(sizes)
-            if s is not None and f"{x}:{i}" not in bound
-        ]
-        rank = [] if fresh else [f"len({x}.shape) == {len(sizes)}"]  # unpacking the shape has checked the rank
-        return [*rank, *exact, *tests]
-
-    def strides(self, x: str, form: Form) -> list[str]:
-        if form.strides is None or not form.strides:
-            return []
-        checks, in_order = [], []
-        for i, stride in enumerate(form.strides):
-            if stride is not None:
-                check = f"{x}.stride({i}) == {_atom(self.size(stride))}"
-                checks.append(check if i in form.strict else f"({check} or {x}.shape[{i}] <= 1)")
-            else:
-                in_order.append(f"({x}.stride({i}) >= {_atom(self.floor(x, form, i))} or {x}.shape[{i}] <= 1)")
-        if in_order:  # as declared, nearly always; any other order will do if elements do not overlap
-            free, inner = free_dims(form)
-            checks.append(f"({' and '.join(in_order)} or _apart({x}, {free}, {_atom(self.size(inner))}))")
-        exact = [self.exact(d) for s in form.strides if s is not None for d in divisions(s)]
-        tests = " and ".join([*exact, *checks])
-        if form.plain:
-            return [f"({x}.is_contiguous() or {tests} or {x}.numel() == 0)"]
-        return [f"(({tests}) or {x}.numel() == 0)"]
-
-    def floor(self, x: str, form: Form, index: int) -> str:
-        """Extent of what lies inside a free axis: its stride must not be smaller, or elements would overlap."""
-        inside = free_inner(form, index)
-        if inside is None:
-            return self.size(form.inner[index])  # type: ignore[arg-type]
-        return f"({x}.stride({inside}) * {x}.shape[{inside}])"
-
-
-def free_dims(form: Form) -> tuple[tuple[int, ...], Expr]:
-    """The dimensions whose stride is free, and the extent of what is packed inside them."""
-    assert form.strides is not None
-    assert form.layout is not None
-    free = tuple(i for i, stride in enumerate(form.strides) if stride is None)
-    order = [g[-1] for g in form.layout.view_leaves]
-    inner = form.inner[max(free, key=lambda i: form.layout.order.index(order[i]))]  # type: ignore[union-attr]
-    assert inner is not None
-    return free, inner
-
-
-def apart(x: torch.Tensor, free: tuple[int, ...], inner: int) -> bool:
-    """Whether the free dimensions, in whatever order, leave room for ``inner`` elements and for each other."""
-    return colliding(x, free, inner) is None
-
-
-def colliding(x: torch.Tensor, free: tuple[int, ...], inner: int) -> tuple[int, int] | None:
-    """The first free dimension whose stride is smaller than what lies inside it, and that extent."""
-    extent = inner
-    for stride, size, i in sorted((x.stride(i), x.shape[i], i) for i in free if x.shape[i] > 1):
-        if stride < extent:
-            return i, extent
-        extent += stride * (size - 1)
-    return None
-
-
-def free_inner(form: Form, index: int) -> int | None:
-    """The dimension next inside a free one, where its stride is free as well; None where the declared extent holds."""
-    assert form.layout is not None
-    order = form.layout.order
-    leaves = [g[0] for g in form.layout.view_leaves], [g[-1] for g in form.layout.view_leaves]
-    at = order.index(leaves[1][index]) + 1
-    if at >= len(order):
-        return None
-    inside = next((i for i, first in enumerate(leaves[0]) if first == order[at]), None)
-    if inside is None or form.strides is None or form.strides[inside] is not None:
-        return None
-    return inside
-
-
-def _atom(text: str) -> str:
-    return text if text.isidentifier() or text.isdigit() else f"({text})"
-
-
-def overlap(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors share memory, by the range of addresses that each spans."""
-    if a is None or b is None or a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    spans = []
-    for t in (a, b):
-        if (start := _tags.address(t)) == 0:
-            return False
-        reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-        spans.append((start, start + reach * t.element_size()))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
 def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     """The guarded callable. Its text is ``contract.source``, and is known to debuggers through ``linecache``."""
-    w = _Writer(contract)
+    w = Writer(contract)
     _body(w)
     signature, call, packed = _signature(w, contract)
     kind, wait = ("async def", "await ") if inspect.iscoroutinefunction(fn) else ("def", "")
@@ -335,7 +67,7 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     return w.globals[name]
 
 
-def _for_trace(w: _Writer, contract: Contract) -> str:
+def _for_trace(w: Writer, contract: Contract) -> str:
     """The arguments as keywords whose values are constants of the trace."""
     parts = []
     for name in (*contract.signature.parameters, *contract.derive):
@@ -351,14 +83,14 @@ def _padded(spec: TensorSpec) -> bool:
     return any(f.layout is not None and f.layout.rules.pad and f.layout.rules.fill is not None for _, f in spec.forms)
 
 
-def _derived(w: _Writer, contract: Contract) -> list[tuple[str, Any, str]]:
+def _derived(w: Writer, contract: Contract) -> list[tuple[str, Any, str]]:
     arguments = ", ".join(
         f"{p.name}={p.name}" for p in contract.signature.parameters.values() if p.kind is not p.VAR_KEYWORD
     )
     return [(n if n in contract.tensors else w.local(n), f, arguments) for n, f in contract.derive.items()]
 
 
-def _signature(w: _Writer, contract: Contract) -> tuple[str, str, list[str]]:
+def _signature(w: Writer, contract: Contract) -> tuple[str, str, list[str]]:
     parts, call = [], []
     previous = None
     parameters = list(contract.signature.parameters.values())
@@ -383,7 +115,7 @@ def _signature(w: _Writer, contract: Contract) -> tuple[str, str, list[str]]:
     return ", ".join(parts), ", ".join(call), packed
 
 
-def _body(w: _Writer) -> None:
+def _body(w: Writer) -> None:
     c = w.contract
     emitted: set[str] = set()
     tests: list[str] = []
@@ -411,7 +143,7 @@ def _body(w: _Writer) -> None:
     for spec in required:
         if spec.form is not None:
             tests += w.form(spec, spec.form, bound)
-    tests += [t for check in c.checks if _of_required(c, check.argument) for t in _equation(w, check.equation)]
+    tests += [t for check in c.checks if of_required(c, check.argument) for t in _equation(w, check.equation)]
     tests += _same_device(w, required)
     late: list[str] = []
     sure = {s.name for s in c.steps if not s.optional} | set(c.signature.parameters) | set(c.derive)
@@ -427,11 +159,6 @@ def _body(w: _Writer) -> None:
             _optional(w, spec, spec.form, bound)
     if late:
         w.lines.append(f"_ok = _ok and {w.fresh(late)}")
-
-
-def _of_required(c: Contract, argument: str) -> bool:
-    spec = c.tensors[argument]
-    return not spec.optional and spec.form is not None
 
 
 def _used(name: str, c: Contract) -> bool:
@@ -454,12 +181,12 @@ def _may_be_negative(expr: Expr) -> bool:
     return isinstance(expr, Op) and (expr.op == "-" or any(_may_be_negative(a) for a in expr.args))
 
 
-def _equation(w: _Writer, equation: Any) -> list[str]:
+def _equation(w: Writer, equation: Any) -> list[str]:
     exact = [w.exact(d) for side in (equation.left, equation.right) for d in divisions(side)]
     return [*exact, f"{w.size(equation.left)} == {w.size(equation.right)}"]
 
 
-def _scalar(w: _Writer, name: str, spec: ScalarSpec) -> str | None:
+def _scalar(w: Writer, name: str, spec: ScalarSpec) -> str | None:
     if spec.choices is not None:
         return f"{name} in {w.constant(spec.choices)}"
     if spec.classes is not None:
@@ -469,14 +196,14 @@ def _scalar(w: _Writer, name: str, spec: ScalarSpec) -> str | None:
     return f"(_compiling() or {w.constant(spec.test)}({name}))" if spec.test else None  # beartype takes a lock
 
 
-def _same_device(w: _Writer, required: list[TensorSpec]) -> list[str]:
+def _same_device(w: Writer, required: list[TensorSpec]) -> list[str]:
     if not w.contract.same_device or len(required) < 2:
         return []
     first, *rest = required
     return [" == ".join(f"{s.name}.device" for s in (first, *rest))]
 
 
-def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str:
+def _rule(w: Writer, under: tuple[Condition, ...], rule: Any) -> str:
     match rule:
         case Condition(expr):
             text = w.test(expr)
@@ -505,7 +232,7 @@ def _rule(w: _Writer, under: tuple[Condition, ...], rule: Any) -> str:
     return text
 
 
-def _optional(w: _Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None:
+def _optional(w: Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None:
     start = len(w.lines)
     mine = [s for s in w.contract.steps if s.argument == spec.name and s.optional]
     w.bind(spec, form, mine)
@@ -522,14 +249,14 @@ def _optional(w: _Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None
     w.lines += [f"if {spec.name} is not None:", *(f"    {line}" for line in inner)]
 
 
-def _device_of(w: _Writer, spec: TensorSpec) -> list[str]:
+def _device_of(w: Writer, spec: TensorSpec) -> list[str]:
     if not w.contract.same_device:
         return []
     first = next((s for s in w.contract.tensors.values() if not s.optional and s is not spec), None)
     return [f"{spec.name}.device == {first.name}.device"] if first else []
 
 
-def _choice(w: _Writer, spec: TensorSpec) -> None:
+def _choice(w: Writer, spec: TensorSpec) -> None:
     """One branch per case; the dims that only a case needs are computed inside it."""
     lines: list[str] = []
     for case, (condition, form) in enumerate(spec.forms):
@@ -561,7 +288,7 @@ def _choice(w: _Writer, spec: TensorSpec) -> None:
     w.lines += lines
 
 
-def _result_lines(w: _Writer, contract: Contract) -> list[str]:
+def _result_lines(w: Writer, contract: Contract) -> list[str]:
     """The comparisons of what comes back; a size that no argument binds may be anything."""
     many = len(contract.results) > 1
     lines = [f"{', '.join(f'_r{i}' for i in range(len(contract.results)))} = _r"] if many else []

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _causes, _compile, _dtypes, _relations, _suspects, _tags, _twins
+from layoutcheck import _causes, _dtypes, _relations, _strides, _suspects, _tags, _twins
 from layoutcheck._call import Call
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Equation, Inexact, brief, evaluate, names, plan
@@ -145,7 +145,7 @@ def _tensor(call: Call, spec: TensorSpec, value: Any) -> list[Violation]:
     if shape := _shape(call, spec, form, value):
         found.append(shape)
     elif form.strides is not None:
-        found += _strides(call, spec, form, value)
+        found += _wrong_strides(call, spec, form, value)
     if not found and (twin := _twin(call, spec, form, value)) is not None:
         found.append(twin)
     return found
@@ -241,7 +241,7 @@ def _remark(call: Call, spec: TensorSpec, form: Form, expected: list[Any], actua
     return ""
 
 
-def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Violation]:
+def _wrong_strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> Iterator[Violation]:
     assert form.strides is not None
     expected: list[Any] = []
     wrong = []
@@ -252,9 +252,9 @@ def _strides(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> I
         if wanted is not None and value.stride(i) != wanted and (value.shape[i] > 1 or i in form.strict):
             wrong.append(i)
     if None in form.strides:
-        free, inner = _compile.free_dims(form)
+        free, inner = _strides.free_dims(form)
         extent = call.number(inner)
-        if extent is not None and (found := _compile.colliding(value, free, extent)) is not None:
+        if extent is not None and (found := _strides.colliding(value, free, extent)) is not None:
             at, floors[found[0]] = found
             wrong.append(at)
             expected[at] = f">={found[1]}"
@@ -327,15 +327,15 @@ def _overflow(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor) -> 
     if not form.int32 or value.numel() == 0:
         return
     reach = sum((value.shape[i] - 1) * value.stride(i) for i in form.int32)
-    if reach <= _compile.INT32_MAX:
+    if reach <= _strides.INT32_MAX:
         return
     outer = max(form.int32, key=value.stride)
     label, count, stride = form.labels[outer], value.shape[outer], value.stride(outer)
     rest = reach - (count - 1) * stride
-    last = (_compile.INT32_MAX - rest) // stride
+    last = (_strides.INT32_MAX - rest) // stride
     text = f"{reach} = ({count} - 1) * {stride}" + (f" + {rest}" if rest else "")
     yield Violation(
-        spec.name, "overflow", f"offsets <= {_compile.INT32_MAX} (int32)", text,
+        spec.name, "overflow", f"offsets <= {_strides.INT32_MAX} (int32)", text,
         f"{label} * {stride} is computed in 32 bits: {label} {last} is the last that is safe",
         f"use at most {last + 1} {label.rstrip('s')}s, or a kernel with 64-bit offsets (offsets='int64' in the layout)",
         headline=f"{spec.name} is too large for 32-bit offsets",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _causes, _compile, _declared, _dtypes
+from layoutcheck import _causes, _declared, _dtypes, _strides
 from layoutcheck._call import Call, filled, shown
 from layoutcheck._dims import Const, Expr, Inexact, Name, Op, arguments, brief, calls, evaluate, names, substitute
 from layoutcheck._errors import Rule, Violation
@@ -306,7 +306,7 @@ def _no_overlap(call: Call, args: tuple[str, ...]) -> Iterator[Violation]:
     for i, first in enumerate(args):
         for second in args[i + 1 :]:
             a, b = call.arguments.get(first), call.arguments.get(second)
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _compile.overlap(a, b):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _strides.overlap(a, b):
                 yield Violation(
                     second, "relation", f"memory apart from {first}", f"shares memory with {first}", None,
                     f"give {second} memory of its own", headline=f"{second} overlaps {first}",

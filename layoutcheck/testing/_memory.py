@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from layoutcheck import _dtypes, _index
-from layoutcheck._compile import free_inner
 from layoutcheck._dims import Expr, evaluate
 from layoutcheck._layout import Layout
 from layoutcheck._specs import Form
+from layoutcheck._strides import free_inner
 
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAGNITUDES = (1.0, 1.0, 2.0**-14, 2.0**9)
