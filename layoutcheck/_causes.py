@@ -201,6 +201,14 @@ def packed_into(call: Call, form: Form, value: torch.Tensor) -> str | None:
     return f"{ratio} {_dtypes.short(wanted)} are packed into each {_dtypes.short(got)}: {counted}"
 
 
+def _with_pitch(call: Call, spec: TensorSpec, form: Form, value: torch.Tensor, expected: Sequence[Any]) -> str:
+    """A tensor with these very strides: one of the catalogue, or ``torch.empty_strided`` where a pitch is declared."""
+    wanted = call.wanted(spec, form)
+    if wanted.startswith("layout(") or not all(isinstance(e, int) for e in expected):
+        return wanted
+    return f"torch.empty_strided({tuple(value.shape)}, {tuple(expected)}, dtype=torch.{_dtypes.short(value.dtype)})"
+
+
 # --- strides ----------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +223,7 @@ def stride(
     elif form.plain:
         fix = f"pass {name}.contiguous(), which copies it"
     else:
-        fix = f"copy {name} into {call.wanted(spec, form)}"
+        fix = f"copy {name} into {_with_pitch(call, spec, form, value, expected)}"
     single = [i for i in wrong if sizes[i] == 1]
     if single == wrong:
         return one_stride(name, form, value, wrong, expected)

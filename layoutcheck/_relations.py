@@ -167,9 +167,10 @@ def _condition(call: Call, expr: Expr, because: str) -> Violation | None:
         case Op("==" | "in" as op, (Op("dtype", (Name(n),)), other)):
             wanted = _dtype_words(call, other)
             got = _dtype_of(call.arguments.get(n))
+            narrower = "float8" in wanted and got in ("bfloat16", "float16", "float32")
             same = f" as {other.args[0].name}" if op == "==" and isinstance(other, Op) and other.op == "dtype" else ""  # type: ignore[union-attr]
             return Violation(
-                n, "dtype", wanted, got, None, f"pass {n} as {wanted}",
+                n, "dtype", wanted, got, None, f"{f'quantise {n} to' if narrower else f'pass {n} as'} {wanted}",
                 headline=f"{n} must be {wanted}{same}{why}, got {got}", body=(),
             )  # fmt: skip
         case Op("==" | "!=" | "in" | "not in" as op, operands) if any(_declared.is_tag(o) for o in operands):

@@ -433,3 +433,12 @@ def test_every_violation_says_what_to_do_in_few_words(name):
         assert violation.argument
         assert violation.fix or violation.argument in ("raw", "return"), "one fix"
         assert len(str(violation)) <= 700
+
+
+def test_the_tensor_that_a_fix_names_is_accepted():
+    with pytest.raises(LayoutError) as caught:
+        SCENARIOS["rows_without_their_padding"]()
+    (violation,) = caught.value.violations
+    assert violation.fix
+    made = eval(violation.fix.removeprefix("copy x into "), {"torch": torch})
+    pitch(made)
