@@ -371,6 +371,8 @@ def check_tensor(
 
     Without ``memory`` it does not matter what its memory is known to hold.
     """
+    if strange := [n for n in known if n not in layout._names]:
+        raise TypeError(f"{layout.name}.check: {_unknown(strange[0], layout._names)}")
     made = _tensor_contract(layout, tuple(sorted(known)))
     values = {"tensor": tensor, **known}
     from layoutcheck import _call, _explain

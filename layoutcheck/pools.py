@@ -19,7 +19,7 @@ from layoutcheck.layouts.unified_kv import UNIFIED_KV_ROWS, UNIFIED_KV_SCALE
 
 _CACHE = PAGED_NHD(view="slot head head_dim", pitch={})
 _SCALE = Choose({"page_size == 128": MXFP8_SCALE_INTERLEAVED}, default=MXFP8_SCALE_FLAT)
-_LATENT = Choose({"kv_dtype == 'fp8'": UNIFIED_KV_ROWS(dtype=E4M3)}, default=UNIFIED_KV_ROWS(dtype=BF16))
+_LATENT = Choose({"kv_dtype == 'fp8'": UNIFIED_KV_ROWS(dtype=E4M3), "kv_dtype == 'bf16'": UNIFIED_KV_ROWS(dtype=BF16)})
 _ROWS = Layout("rows", "token head head_dim -> token head head_dim", dtype=(BF16, FP16, FP32, E4M3), dense="head_dim")
 _LOC = Layout("loc", "token -> token", dtype=INT64, dense="")
 _ROW_SCALES = Layout(

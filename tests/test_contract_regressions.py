@@ -79,3 +79,18 @@ def test_a_finite_slot_of_a_pool_without_slots_is_nothing_to_check():
         some = SCALE(page=1, page_size=64, head=1, head_dim=32).empty()
         some.view(torch.uint8)[0, 0, 0, 0, 0] = 0xFF
         assert violations(read, torch.zeros(0, dtype=torch.int64), some, 64) == [("scale", "value")]
+
+
+def test_check_refuses_a_size_that_the_layout_does_not_have():
+    scale = layout("mxfp8.interleaved")
+    tensor = scale(page=2, page_size=64, head=1, head_dim=32).empty()
+    assert scale.check(tensor, page_size=64)["slot"] == 128
+    with pytest.raises(TypeError, match="did you mean 'page_size'"):
+        scale.check(tensor, pgsize=64)
+
+
+def test_a_pool_takes_no_other_word_for_its_dtype():
+    from layoutcheck.pools import UnifiedKVPool
+
+    with pytest.raises(LayoutError, match="kv_dtype"):
+        UnifiedKVPool.allocate(page=2, page_size=1, dim=64, kv_dtype="fp9")
