@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutcheck import E8M0, Choose, Index, Layout, Writes, contract, no_overlap, together
+from layoutcheck import E8M0, Index, Layout, Writes, contract, no_overlap, together
 from layoutcheck._dtypes import ELEMENTS
 from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels.quantize import LOC, SCALES
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 
-SCALES = Choose({"scale_layout == 'interleaved'": MXFP8_SCALE_INTERLEAVED, "scale_layout == 'flat'": MXFP8_SCALE_FLAT})
-LOC = Layout("loc", "token -> token", dtype=torch.int64, dense="")
 ROW_SCALES = Layout(
     "row scales", "token head group -> token head group", dtype=E8M0, head_dim="group * 32", dense="group"
 )

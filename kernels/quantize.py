@@ -69,7 +69,7 @@ def _store(
         at = interleaved_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
         at = flat_offset(slot[:, None], head[:, None], group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
-    # Neighbouring slots share a sector of scales: kept in the cache, it is written to memory once.
+    # Neighbouring slots share a sector of scales: kept in the cache, it can be written to memory once.
     tl.store(scale + at, byte, live[:, None] & (group < HEAD_DIM // BLOCK), eviction_policy="evict_last")
 
 
