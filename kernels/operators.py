@@ -40,7 +40,7 @@ def _quantized(x: Tensor, scale_layout: str = "linear", page_size: int = 128, **
         slots, heads = batch
         scale = (slots // page_size, heads, 32, page_size // 32, head_dim // 32)
     elif scale_layout == "128x4":
-        rows = x.numel() // head_dim
+        rows = x.numel() // head_dim if head_dim else 0
         scale = (-(-rows // 128), -(-(head_dim // 32) // 4), 32, 4, 4)
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     return values, x.new_empty(scale, dtype=torch.float8_e8m0fnu)

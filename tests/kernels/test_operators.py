@@ -57,7 +57,13 @@ def operands(fn: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    # clone() would pack a padded view, and a kernel may refuse the view and take the packed copy.
+    return {
+        n: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
+        if isinstance(v, Tensor)
+        else v
+        for n, v in arguments.items()
+    }
 
 
 def _run(fn: Any, arguments: dict[str, Any]) -> tuple[dict[str, Any], Any]:
