@@ -9,7 +9,9 @@ Factors vary along the reduced axis of Q K^T, so the rows of Q are spread over t
 group) holds that group and zero elsewhere. Tensor cores have the rows to spare, and a row of scores has one factor per
 key. V's factors, one per key and group, are powers of two: their exponents are added to the logits of rows (query,
 group), each with a maximum of its own, so probabilities times factors stay in [0, 1] whatever the factors are. Many
-queries have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries.
+queries have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries; but
+where the hardware multiplies blocks with their scales (``tl.dot_scaled``) Q K^T is left to it. V's factors do not lie
+along the axis that its product reduces, which is what such hardware asks for.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ interleaved_offset_32 = MXFP8_SCALE_INTERLEAVED(offsets="int32").offset_fn(
     *INTERLEAVED_AXES, name="paged_interleaved_offset_32"
 )
 
+TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 LOG2_E = 1.4426950408889634
 # A block may decode to 2^128, as that of the largest bf16 does: dequantised Q and K are smaller by this.
 QUARTER = tl.constexpr(0.25)
@@ -94,9 +97,9 @@ def _page(
 def _rows(
     cache, page, start, lowest, stop, head,
     HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows [start, start + BLOCK_N) of a sequence, (key, head_dim); zero outside [lowest, stop)."""
+    """Rows [start, start + BLOCK_N) of a sequence, (key, head_dim); zero outside [lowest, stop) if masked."""
     n = tl.arange(0, BLOCK_N)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     if WHOLE:  # the map is linear in the token of a page: one address for the tile, and offsets that no tile changes
@@ -105,9 +108,10 @@ def _rows(
     else:
         token = (start + n) % PAGE_SIZE
         at = cache_offset(page, token, head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
-    inside = (n >= lowest - start) & (n < stop - start)
-    if BLOCK_D != HEAD_DIM:
-        inside = inside & (d < HEAD_DIM)
+    inside = d < HEAD_DIM
+    if MASKED:
+        rows = (n >= lowest - start) & (n < stop - start)
+        inside = rows if BLOCK_D == HEAD_DIM else inside & rows
     return tl.load(cache + at, inside, other=0.0)
 
 
@@ -161,8 +165,8 @@ def _attend_kernel(
     seqs, q_token_stride, q_head_stride, table_stride, out_token_stride, out_head_stride, qk_scale, cap, window,
     Q_HEAD: tl.constexpr, HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, INTERLEAVED: tl.constexpr, VARLEN: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    VARLEN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """The queries of one tile and KV head over one split of the keys.
 
@@ -229,7 +233,7 @@ def _attend_kernel(
             q_factor = scale_value(q_byte) * scale_value(254 - lift)[:, None] * qk_scale
             lift_factor = scale_value(lift)
             q_rows = q_rows.to(tl.float16)
-        else:
+        elif not SCALED:
             q_rows = _dequantise(q_rows, scale_value(q_byte) * QUARTER, ROWS, K_GROUPS)
 
     # Keys [begin, stop) of this split, out of [lowest, end) that any query of the tile sees.
@@ -256,50 +260,64 @@ def _attend_kernel(
             v_scale, page, begin, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED
         )
         next_page = _page(page_table, seq, begin + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
-    for start in tl.range(begin, stop, BLOCK_N):
-        page = _page(page_table, seq, start, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
-        k = _rows(k_cache, page, start, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, WHOLE)
-        if MX:
-            k_code = k_byte.to(tl.int32)
-            v_code = v_byte.to(tl.int32)
-            ahead = start + BLOCK_N
-            k_byte = _scale_bytes(
-                k_scale, next_page, ahead, lowest, stop, head,
-                HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED,
+    # The tiles of keys that every query sees come first, without a mask. A second loop does not pay for a bf16 decode.
+    ALL_SEEN: tl.constexpr = (MX or VARLEN) and not WINDOWED
+    middle = begin
+    if ALL_SEEN:
+        middle += tl.maximum(tl.minimum(offset + first + 1, stop) - begin, 0) // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(0 if ALL_SEEN else 1, 2):
+        for start in tl.range(middle if MASKED else begin, stop if MASKED else middle, BLOCK_N):
+            page = _page(page_table, seq, start, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+            k = _rows(
+                k_cache, page, start, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, WHOLE, MASKED
             )  # fmt: skip
-            v_byte = _scale_bytes(
-                v_scale, next_page, ahead, lowest, stop, head,
-                HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED,
-            )  # fmt: skip
-            next_page = _page(page_table, seq, ahead + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
-
-        if SPREAD:
-            logits = tl.reshape(tl.dot(q_rows, tl.trans(k.to(tl.float16))), (ROWS, K_GROUPS, BLOCK_N))
-            logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
-            logits = tl.sum(logits, axis=1) * lift_factor[:, None]
-        elif MX:
-            k = _dequantise(k, scale_value(k_code) * QUARTER, BLOCK_N, K_GROUPS)
-            logits = tl.dot(q_rows, tl.trans(k)) * (qk_scale / (QUARTER * QUARTER))
-        else:
-            logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
-        if CAPPED:
-            logits = cap * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
-        key = start + n
-        seen = key[None, :] <= position[:, None]
-        if WINDOWED:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        logits = tl.where(seen, logits, float("-inf"))
-        top, p, shrink = _step(top, logits)
-        v = _rows(v_cache, page, start, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_V, WHOLE)
-        total = total * shrink + tl.sum(p, axis=1)
-        if SPREAD:
-            logits = logits[:, None, :] + tl.trans(_exponent(v_code))[None, :, :]
-            v_top, p, shrink = _step(v_top, tl.reshape(logits, (ROWS * V_GROUPS, BLOCK_N)))
-            acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * shrink[:, None])
-        else:
             if MX:
-                v = _dequantise(v, scale_value(v_code) * HEADROOM, BLOCK_N, V_GROUPS)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+                k_code = k_byte.to(tl.int32)  # a layout is changed faster in 32 bits than in 8
+                v_code = v_byte.to(tl.int32)
+                ahead = start + BLOCK_N
+                k_byte = _scale_bytes(
+                    k_scale, next_page, ahead, lowest, stop, head,
+                    HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED,
+                )  # fmt: skip
+                v_byte = _scale_bytes(
+                    v_scale, next_page, ahead, lowest, stop, head,
+                    HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED,
+                )  # fmt: skip
+                next_page = _page(page_table, seq, ahead + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+
+            if SPREAD:
+                logits = tl.reshape(tl.dot(q_rows, tl.trans(k.to(tl.float16))), (ROWS, K_GROUPS, BLOCK_N))
+                logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
+                logits = tl.sum(logits, axis=1) * lift_factor[:, None]
+            elif SCALED:
+                q_scales, k_scales = q_byte.to(tl.uint8), k_code.to(tl.uint8)
+                logits = tl.dot_scaled(q_rows, q_scales, "e4m3", tl.trans(k), k_scales, "e4m3") * qk_scale
+            elif MX:
+                k = _dequantise(k, scale_value(k_code) * QUARTER, BLOCK_N, K_GROUPS)
+                logits = tl.dot(q_rows, tl.trans(k)) * (qk_scale / (QUARTER * QUARTER))
+            else:
+                logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
+            if CAPPED:
+                logits = cap * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
+            if MASKED:
+                key = start + n
+                seen = key[None, :] <= position[:, None]
+                if WINDOWED:
+                    seen = seen & (key[None, :] > position[:, None] - window)
+                logits = tl.where(seen, logits, float("-inf"))
+            top, p, shrink = _step(top, logits)
+            v = _rows(
+                v_cache, page, start, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_V, WHOLE, MASKED
+            )  # fmt: skip
+            total = total * shrink + tl.sum(p, axis=1)
+            if SPREAD:
+                logits = logits[:, None, :] + tl.trans(_exponent(v_code))[None, :, :]
+                v_top, p, shrink = _step(v_top, tl.reshape(logits, (ROWS * V_GROUPS, BLOCK_N)))
+                acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * shrink[:, None])
+            else:
+                if MX:
+                    v = _dequantise(v, scale_value(v_code) * HEADROOM, BLOCK_N, V_GROUPS)
+                acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
@@ -332,11 +350,11 @@ def _join_kernel(
     part, lse, out, out_token_stride, out_head_stride,
     Q_HEAD: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one query head, weighted by their denominators; zero where none has seen a key."""
+    """The splits of columns of one query head, weighted by their denominators; zero where none has seen a key."""
     token = tl.program_id(0) // Q_HEAD
     q_head = tl.program_id(0) % Q_HEAD
     split = tl.arange(0, BLOCK_S)
-    dv = tl.arange(0, BLOCK_V)
+    dv = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     at = lse_offset(token, q_head, split, Q_HEAD=Q_HEAD, SPLIT=SPLITS)
     log = tl.load(lse + at, split < SPLITS, other=float("-inf"))
     top = tl.max(log, axis=0)
@@ -416,7 +434,7 @@ def paged_attention(
     room = _room(q.device)
     sizes = _sizes(q_heads // heads, head_dim, v_head_dim, triton.cdiv(tokens, seqs) if varlen else 1, mx, room)
     blocks = tokens // sizes["BLOCK_Q"] + seqs if varlen else seqs
-    splits = _splits(blocks * heads, max_pages * page_size)
+    splits = _splits(blocks * heads, max_pages * page_size, sizes["SPREAD"])
     part = lse = out  # not used
     if splits > 1:
         part = torch.empty((tokens, q_heads, splits, v_head_dim), dtype=torch.float32, device=q.device)
@@ -430,15 +448,17 @@ def paged_attention(
         softmax_scale * LOG2_E if soft_cap is None else softmax_scale / soft_cap * 2.0 * LOG2_E,
         0.0 if soft_cap is None else soft_cap * LOG2_E, window or 0,
         Q_HEAD=q_heads, HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size, **sizes,
-        SPLITS=splits, MX=mx, INTERLEAVED=mx and scale_layout == "interleaved", VARLEN=varlen,
-        CAPPED=soft_cap is not None, WINDOWED=window is not None,
+        SPLITS=splits, MX=mx, SCALED=mx and _block_scaled(q.device), INTERLEAVED=mx and scale_layout == "interleaved",
+        VARLEN=varlen, CAPPED=soft_cap is not None, WINDOWED=window is not None,
         **_schedule(sizes, mx, room),
     )  # fmt: skip
     if splits > 1:
+        block_s = triton.next_power_of_2(splits)
+        columns = min(sizes["BLOCK_V"], max(32, 4096 // block_s))  # of many parts few columns: their loads take time
         launch(
-            _join_kernel, (tokens * q_heads,), q, part, lse, out, out.stride(0), out.stride(1),
-            Q_HEAD=q_heads, V_HEAD_DIM=v_head_dim, BLOCK_V=sizes["BLOCK_V"],
-            SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+            _join_kernel, (tokens * q_heads, triton.cdiv(v_head_dim, columns)), q,
+            part, lse, out, out.stride(0), out.stride(1),
+            Q_HEAD=q_heads, V_HEAD_DIM=v_head_dim, BLOCK_V=columns, SPLITS=splits, BLOCK_S=block_s, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -452,12 +472,12 @@ def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, mx: bool, r
     block_h = triton.next_power_of_2(group)
     block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
     narrow, wide = sorted((block_d, block_v))
-    wanted = min(triton.next_power_of_2(queries) * block_h, 16384 // wide)
+    wanted = min(triton.next_power_of_2(queries) * block_h, 16384 // wide if mx else min(256, 32768 // wide))
     # Spread tiles have a row for each query and group: only where that is about the 16 that a product needs anyway.
     spread = mx and wanted * (wide // BLOCK.value) <= 32
     least = triton.cdiv(16 * BLOCK.value, narrow) if spread else 16
     sizes = dict(
-        BLOCK_Q=max(wanted, least) // block_h or 1, BLOCK_H=block_h, BLOCK_N=64 if wide <= 256 else 32,
+        BLOCK_Q=max(wanted, least) // block_h or 1, BLOCK_H=block_h, BLOCK_N=64 if wide <= 256 and not spread else 32,
         BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread,
     )  # fmt: skip
     while sizes["BLOCK_N"] > 16 and _need(sizes, mx, 1) > room:
@@ -476,19 +496,39 @@ def _need(sizes: dict[str, Any], mx: bool, tiles: int) -> int:
 def _schedule(sizes: dict[str, Any], mx: bool, room: int) -> dict[str, int]:
     """Warps and pipeline stages. A page is looked up before its rows are loaded, so two tiles in flight take five.
 
-    Over MXFP8 the fastest of those timed on an H200: two warps where query rows are spread over groups, and four
-    without a pipeline where K and V are dequantised, which takes the registers.
+    Over MXFP8 the fastest of those timed on an H200. Where query rows are spread over groups, 64 accumulators a thread:
+    that is one warp for 16 rows of 128, and one warp waits for no other. Where K and V are dequantised, four warps
+    without a pipeline, which takes the registers.
     """
     stages = 5 if _need(sizes, mx, 2) <= room else 3
-    if mx:
-        return dict(num_warps=2, num_stages=stages) if sizes["SPREAD"] else dict(num_warps=4, num_stages=1)
     rows = sizes["BLOCK_Q"] * sizes["BLOCK_H"]
+    if sizes["SPREAD"]:
+        accumulators = rows * (sizes["BLOCK_V"] // BLOCK.value) * sizes["BLOCK_V"]
+        return dict(num_warps=max(1, min(4, accumulators // 2048)), num_stages=stages)
+    if mx:
+        return dict(num_warps=4, num_stages=1)
     return dict(num_warps=8 if rows >= 128 else 4, num_stages=stages)
 
 
-def _splits(programs: int, longest: int) -> int:
-    """Parts of each sequence: enough programs for a few waves of a GPU, each with at least 128 keys."""
-    return max(1, min(triton.cdiv(2048, programs), longest // 128, 32))
+def _splits(programs: int, longest: int, spread: bool) -> int:
+    """Parts of each sequence: enough programs to fill a GPU, each with enough keys to be worth its start.
+
+    Programs of one warp start and end quickly: they are best where all of them run at once.
+    """
+    wanted, keys, most = (1024, 64, 128) if spread else (2048, 128, 32)
+    return max(1, min(triton.cdiv(wanted, programs), longest // keys, most))
+
+
+@functools.cache
+def _block_scaled(device: torch.device) -> bool:
+    """Whether the GPU multiplies MXFP8 blocks itself: NVIDIA's from Blackwell on, AMD's from CDNA4 on."""
+    if device.type != "cuda":
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.startswith("gfx950")
+    # Before Triton 3.9 the product does not compile for the tensor memory of compute capability 10.
+    return properties.major >= 12 or (properties.major == 10 and TRITON >= (3, 9))
 
 
 @functools.cache
@@ -511,6 +551,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         ("decode-mxfp8-flat-page32", True, 1, 32, dict(INTERLEAVED=False, CAPPED=True)),
         ("extend-bf16", False, 512, 128, dict(SPLITS=1)),
         ("extend-mxfp8", True, 512, 128, dict(SPLITS=1)),
+        ("extend-mxfp8-scaled", True, 512, 128, dict(SPLITS=1, SCALED=True)),
     ):
         data, scale = ("*fp8e4nv", "*u8") if mx else ("*bf16", "*bf16")
         signature = dict(q=data, k_cache=data, v_cache=data, q_scale=scale, k_scale=scale, v_scale=scale)
@@ -518,8 +559,9 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         signature |= dict(out="*bf16", part="*fp32", lse="*fp32") | dict.fromkeys(numbers.split(), "i32")
         signature |= dict(qk_scale="fp32", cap="fp32")
         constants = dict(
-            Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, INTERLEAVED=mx,
-            VARLEN=queries > 1, CAPPED=False, WINDOWED=False, **_sizes(4, 128, 128, queries, mx, 64 * 1024),
+            Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, SCALED=False,
+            INTERLEAVED=mx, VARLEN=queries > 1, CAPPED=False, WINDOWED=False,
+            **_sizes(4, 128, 128, queries, mx, 64 * 1024),
         )  # fmt: skip
         cases.append((name, _attend_kernel, signature, constants | options))
     signature = dict(part="*fp32", lse="*fp32", out="*bf16", out_token_stride="i32", out_head_stride="i32")

@@ -46,11 +46,14 @@ def _quantized(rows, FLOOR: tl.constexpr):
 
 
 @triton.jit
-def _load(x, token, head, live, token_stride, head_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load(
+    x, token, head, live, token_stride, head_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, EVICTION: tl.constexpr,
+):  # fmt: skip
     """A tile of rows, zero where they are not live."""
     d = tl.arange(0, BLOCK_D)[None, :]
     at = row_offset(token[:, None], head[:, None], d, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride)
-    return tl.load(x + at, live[:, None] & (d < HEAD_DIM), other=0.0)
+    return tl.load(x + at, live[:, None] & (d < HEAD_DIM), other=0.0, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -84,9 +87,14 @@ def _store_kv_kernel(
     token, head = row // HEAD, row % HEAD
     slot = tl.load(loc + token.to(tl.int64) * loc_stride, token < tokens, other=0)
     live = slot > 0  # slot 0 is the sink of padded tokens, negative slots are padding
-    # Both loads before the first store, which the compiler cannot move them across.
-    k_rows = _load(k, token, head, live, k_token_stride, k_head_stride, HEAD_DIM, BLOCK_D)
-    v_rows = _load(v, token, head, live, v_token_stride, v_head_stride, V_HEAD_DIM, BLOCK_V)
+    # Both loads before the first store, which the compiler cannot move them across. Where slots lie apart, the cache is
+    # left to their scales, whose sectors other programs have yet to fill.
+    if tl.max(slot, axis=0) - tl.min(slot, axis=0) < TILE:
+        k_rows = _load(k, token, head, live, k_token_stride, k_head_stride, HEAD_DIM, BLOCK_D, "")
+        v_rows = _load(v, token, head, live, v_token_stride, v_head_stride, V_HEAD_DIM, BLOCK_V, "")
+    else:
+        k_rows = _load(k, token, head, live, k_token_stride, k_head_stride, HEAD_DIM, BLOCK_D, "evict_first")
+        v_rows = _load(v, token, head, live, v_token_stride, v_head_stride, V_HEAD_DIM, BLOCK_V, "evict_first")
     _store(k_rows, k_cache, k_scale, slot, head, live, HEAD, HEAD_DIM, PAGE_SIZE, INTERLEAVED)
     _store(v_rows, v_cache, v_scale, slot, head, live, HEAD, V_HEAD_DIM, PAGE_SIZE, INTERLEAVED)
 
