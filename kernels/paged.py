@@ -9,9 +9,10 @@ Factors vary along the reduced axis of Q K^T, so the rows of Q are spread over t
 group) holds that group and zero elsewhere. Tensor cores have the rows to spare, and a row of scores has one factor per
 key. V's factors, one per key and group, are powers of two: their exponents are added to the logits of rows (query,
 group), each with a maximum of its own, so probabilities times factors stay in [0, 1] whatever the factors are. Many
-queries have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries; but
-where the hardware multiplies blocks with their scales (``tl.dot_scaled``) Q K^T is left to it. V's factors do not lie
-along the axis that its product reduces, which is what such hardware asks for.
+queries have no rows to spare: there the tiles of K and V are dequantised to bf16, exactly, once for all queries of a
+program, or by a kernel of their own where whole prompts are read by all of theirs. But where the hardware multiplies
+blocks with their scales (``tl.dot_scaled``) Q K^T is left to it. V's factors do not lie along the axis that its product
+reduces, which is what such hardware asks for.
 """
 
 from __future__ import annotations
@@ -24,46 +25,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layoutcheck import BF16, E4M3, FP16, FP32, INT32, Index, Indptr, Layout, contract, forbids, needs, when
+from layoutcheck import FP32, INT32, Index, Indptr, Layout, contract, forbids, needs, when
 from layoutcheck.kernels._launch import launch, raw
 from layoutcheck.kernels._mxfp8 import BLOCK, scale_value
+from layoutcheck.kernels._paged import (
+    CACHE,
+    HEADROOM,
+    PAGE_TABLE,
+    QUARTER,
+    QUERY,
+    RESTORE,
+    cache_offset,
+    cache_offset_32,
+    dequantise,
+    expand_kernel,
+    expanded,
+    flat_offset,
+    interleaved_offset,
+    interleaved_offset_32,
+    query_offset,
+    slot_of,
+    table_offset,
+)
 from layoutcheck.kernels.quantize import SCALES
-from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
-from layoutcheck.layouts.paged import PAGED_NHD
+from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT
 from layoutcheck.layouts.rows import ROWS_THD
 
-QUERY = ROWS_THD(head="q_head", dtype=(BF16, FP16, E4M3))
-CACHE = PAGED_NHD(dtype=(BF16, FP16, E4M3), view="slot head head_dim", pitch={})
-PAGE_TABLE = Layout("page_table", "seq max_pages -> seq max_pages", dtype=INT32, dense="max_pages")
 PER_SEQ = Layout("seq_lens", "seq -> seq", dtype=INT32)
 QUERY_START = Layout("query_start", "entry -> entry", dtype=INT32, entry="seq + 1")
-SLOTS = Layout("slots", "slot(page token) -> page token", dtype=INT32, token="page_size")
 # The parts of a split sequence: a normalised output each, and the log2 of its softmax's denominator.
 PART = Layout("attention.part", "token q_head split v_head_dim -> token q_head split v_head_dim", dtype=FP32)
 PART_LSE = Layout("attention.lse", "token q_head split -> token q_head split", dtype=FP32)
 
-query_offset = QUERY.offset_fn("token", "head", "head_dim", name="query_offset", strides=("token", "head"))
-flat_offset = MXFP8_SCALE_FLAT.offset_fn("slot", "head", "group", name="paged_flat_offset")
-slot_of = SLOTS.offset_fn("page", "token", name="slot_of")
-table_offset = PAGE_TABLE.offset_fn("seq", "max_pages", name="page_table_offset", strides=("seq",))
 part_offset = PART.offset_fn("token", "q_head", "split", "v_head_dim", name="part_offset")
 lse_offset = PART_LSE.offset_fn("token", "q_head", "split", name="part_lse_offset")
-# These two also in 32 bits, for offsets within a page.
-CACHE_AXES, INTERLEAVED_AXES = ("page", "token", "head", "head_dim"), ("page", "token", "head", "group")
-cache_offset = CACHE.offset_fn(*CACHE_AXES, name="paged_cache_offset")
-cache_offset_32 = CACHE(offsets="int32").offset_fn(*CACHE_AXES, name="paged_cache_offset_32")
-interleaved_offset = MXFP8_SCALE_INTERLEAVED.offset_fn(*INTERLEAVED_AXES, name="paged_interleaved_offset")
-interleaved_offset_32 = MXFP8_SCALE_INTERLEAVED(offsets="int32").offset_fn(
-    *INTERLEAVED_AXES, name="paged_interleaved_offset_32"
-)
 
 TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 LOG2_E = 1.4426950408889634
-# A block may decode to 2^128, as that of the largest bf16 does: dequantised Q and K are smaller by this.
-QUARTER = tl.constexpr(0.25)
-# Dequantised tiles of V are smaller by this power of two, given back at the end: a sum of finite values is finite.
-HEADROOM = tl.constexpr(2.0**-32)
-RESTORE = tl.constexpr(2.0**32)
 
 
 @triton.jit
@@ -145,13 +143,6 @@ def _exponent(byte):
 
 
 @triton.jit
-def _dequantise(x, factor, N: tl.constexpr, GROUPS: tl.constexpr):
-    """e4m3 rows (N, GROUPS * 32) times their factors (N, GROUPS), in bf16: exact, unless below 2^-133."""
-    blocks = tl.reshape(x.to(tl.float32), (N, GROUPS, BLOCK)) * factor[:, :, None]
-    return tl.reshape(blocks, (N, GROUPS * BLOCK)).to(tl.bfloat16)
-
-
-@triton.jit
 def _step(top, logits):
     """One step of an online softmax: the new maximum, 2^(logits - it), and the factor of what was summed before."""
     new = tl.maximum(top, tl.max(logits, axis=1))
@@ -165,8 +156,8 @@ def _attend_kernel(
     seqs, q_token_stride, q_head_stride, table_stride, out_token_stride, out_head_stride, qk_scale, cap, window,
     Q_HEAD: tl.constexpr, HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    VARLEN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, EXPANDED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, VARLEN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """The queries of one tile and KV head over one split of the keys.
 
@@ -234,7 +225,7 @@ def _attend_kernel(
             lift_factor = scale_value(lift)
             q_rows = q_rows.to(tl.float16)
         elif not SCALED:
-            q_rows = _dequantise(q_rows, scale_value(q_byte) * QUARTER, ROWS, K_GROUPS)
+            q_rows = dequantise(q_rows, scale_value(q_byte) * QUARTER, ROWS, K_GROUPS)
 
     # Keys [begin, stop) of this split, out of [lowest, end) that any query of the tile sees.
     end = tl.maximum(offset + tl.minimum(first + BLOCK_Q, queries), 0)
@@ -293,7 +284,7 @@ def _attend_kernel(
                 q_scales, k_scales = q_byte.to(tl.uint8), k_code.to(tl.uint8)
                 logits = tl.dot_scaled(q_rows, q_scales, "e4m3", tl.trans(k), k_scales, "e4m3") * qk_scale
             elif MX:
-                k = _dequantise(k, scale_value(k_code) * QUARTER, BLOCK_N, K_GROUPS)
+                k = dequantise(k, scale_value(k_code) * QUARTER, BLOCK_N, K_GROUPS)
                 logits = tl.dot(q_rows, tl.trans(k)) * (qk_scale / (QUARTER * QUARTER))
             else:
                 logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
@@ -316,7 +307,7 @@ def _attend_kernel(
                 acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * shrink[:, None])
             else:
                 if MX:
-                    v = _dequantise(v, scale_value(v_code) * HEADROOM, BLOCK_N, V_GROUPS)
+                    v = dequantise(v, scale_value(v_code) * HEADROOM, BLOCK_N, V_GROUPS)
                 acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     empty = total == 0.0
@@ -330,7 +321,7 @@ def _attend_kernel(
         result = tl.sum(acc * weight[:, :, None], axis=1)
     else:
         result = acc / total[:, None]
-        if MX:
+        if MX or EXPANDED:
             result *= RESTORE
     token = (first_token + query)[:, None]
     inside = alive[:, None] & (dv < V_HEAD_DIM)
@@ -416,6 +407,9 @@ def paged_attention(
     soft_cap * tanh(logits / soft_cap). A query that sees nothing gets 0. Queries of one tile share their loads: a NaN
     in V that one of them sees may reach the others, one that none sees reaches nobody.
 
+    Over MXFP8, where token * q_head is at least seq * max_pages * page_size * head, as in prefill, q, K and V are first
+    dequantised to bf16. While the call runs, that takes up to three times the memory of the output.
+
     Returns (token, q_head, v_head_dim) in the dtype of q, bf16 over MXFP8. All arithmetic is fp32, but for the second
     product's probabilities: in the dtype of V, over MXFP8 fp16 where a program has few queries and bf16 where many.
     Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
@@ -432,14 +426,28 @@ def paged_attention(
     seqs, max_pages = page_table.shape
     varlen = query_start is not None
     room = _room(q.device)
-    sizes = _sizes(q_heads // heads, head_dim, v_head_dim, triton.cdiv(tokens, seqs) if varlen else 1, mx, room)
+    queries = triton.cdiv(tokens, seqs) if varlen else 1
+    sizes = _sizes(q_heads // heads, head_dim, v_head_dim, queries, mx, room)
+    scaled = mx and _block_scaled(q.device)
+    interleaved = mx and scale_layout == "interleaved"
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    expand = mx and _worth_expanding(tokens * q_heads, seqs * max_pages * page_size * heads, sizes, scaled)
+    if expand:
+        keys = (page_table, seq_lens, page_size, interleaved)
+        q = expanded(q, q_scale, QUARTER.value)
+        k_cache = expanded(k_cache, k_scale, QUARTER.value, *keys)
+        v_cache = expanded(v_cache, v_scale, HEADROOM.value, *keys)
+        page_table = torch.arange(seqs * max_pages, dtype=torch.int32, device=q.device).view(seqs, max_pages)
+        softmax_scale /= QUARTER.value**2
+        mx = scaled = interleaved = False
+        q_scale = k_scale = v_scale = None
+        sizes = _sizes(q_heads // heads, head_dim, v_head_dim, queries, mx, room)
     blocks = tokens // sizes["BLOCK_Q"] + seqs if varlen else seqs
     splits = _splits(blocks * heads, max_pages * page_size, sizes["SPREAD"])
     part = lse = out  # not used
     if splits > 1:
         part = torch.empty((tokens, q_heads, splits, v_head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((tokens, q_heads, splits), dtype=torch.float32, device=q.device)
-    softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     launch(
         _attend_kernel, (blocks * heads, splits), q,
         q, k_cache, v_cache, _bytes(q_scale, q), _bytes(k_scale, q), _bytes(v_scale, q), page_table, seq_lens,
@@ -448,7 +456,7 @@ def paged_attention(
         softmax_scale * LOG2_E if soft_cap is None else softmax_scale / soft_cap * 2.0 * LOG2_E,
         0.0 if soft_cap is None else soft_cap * LOG2_E, window or 0,
         Q_HEAD=q_heads, HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size, **sizes,
-        SPLITS=splits, MX=mx, SCALED=mx and _block_scaled(q.device), INTERLEAVED=mx and scale_layout == "interleaved",
+        SPLITS=splits, MX=mx, SCALED=scaled, EXPANDED=expand, INTERLEAVED=interleaved,
         VARLEN=varlen, CAPPED=soft_cap is not None, WINDOWED=window is not None,
         **_schedule(sizes, mx, room),
     )  # fmt: skip
@@ -461,6 +469,14 @@ def paged_attention(
             Q_HEAD=q_heads, V_HEAD_DIM=v_head_dim, BLOCK_V=columns, SPLITS=splits, BLOCK_S=block_s, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _worth_expanding(query_rows: int, key_rows: int, sizes: dict[str, Any], scaled: bool) -> bool:
+    """Whether to dequantise q, K and V once, before attention, and not in every program that uses them.
+
+    With as many rows of q as of keys the copies take no more memory than three times the output.
+    """
+    return not sizes["SPREAD"] and not scaled and key_rows <= query_rows
 
 
 def _bytes(scale: Tensor | None, otherwise: Tensor) -> Tensor:
@@ -560,10 +576,14 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         signature |= dict(qk_scale="fp32", cap="fp32")
         constants = dict(
             Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, SCALED=False,
-            INTERLEAVED=mx, VARLEN=queries > 1, CAPPED=False, WINDOWED=False,
+            EXPANDED=False, INTERLEAVED=mx, VARLEN=queries > 1, CAPPED=False, WINDOWED=False,
             **_sizes(4, 128, 128, queries, mx, 64 * 1024),
         )  # fmt: skip
         cases.append((name, _attend_kernel, signature, constants | options))
+    signature = dict(x="*fp8e4nv", scale="*u8", page_table="*i32", seq_lens="*i32", out="*bf16")
+    signature |= dict.fromkeys(("rows", "token_stride", "head_stride", "table_stride", "max_keys"), "i32")
+    constants = dict(HEAD=8, HEAD_DIM=96, PAGE_SIZE=64, FACTOR=QUARTER.value, INTERLEAVED=True, TILE=32, BLOCK_D=128)
+    cases.append(("expand", expand_kernel, signature, constants | dict(PAGED=True)))
     signature = dict(part="*fp32", lse="*fp32", out="*bf16", out_token_stride="i32", out_head_stride="i32")
     cases.append(("join", _join_kernel, signature, dict(Q_HEAD=32, V_HEAD_DIM=128, BLOCK_V=128, SPLITS=8, BLOCK_S=8)))
     return cases

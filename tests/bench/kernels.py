@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.testing
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from layoutcheck import layout, mode
 from layoutcheck.kernels import quantize_mxfp8, quantize_store_kv_mxfp8
@@ -345,45 +346,64 @@ def _sglang_paged(peer: Any, q: Tensor, kv: list[Tensor], slots: Tensor, batch: 
 
 
 def extend_works() -> Iterator[Work]:
-    """Prefill of 8 x 4,096 tokens, 32 query heads, 8 KV heads x 128, causal."""
+    """Prefill of 8 x 4,096 tokens, and of the last 512 of them; 32 query heads, 8 KV heads x 128, causal."""
     from layoutcheck.kernels import paged_attention
 
     batch, length = 8, 4096
-    tokens = batch * length
-    q, k, v = rows_like(tokens, 32), rows_like(tokens, 8), rows_like(tokens, 8)
-    pool = MXFP8KVPool.allocate(device=DEVICE, page=tokens // 128 + 1, page_size=128, head=8, head_dim=128)
-    loc = torch.arange(128, 128 + tokens, device=DEVICE)
-    pool.store(k, v, loc)
-    table = (torch.arange(tokens // 128, device=DEVICE) + 1).int().view(batch, -1)
+    keys = batch * length
+    pool = MXFP8KVPool.allocate(device=DEVICE, page=keys // 128 + 1, page_size=128, head=8, head_dim=128)
+    table = (torch.arange(keys // 128, device=DEVICE) + 1).int().view(batch, -1)
     lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-    start = (torch.arange(batch + 1, device=DEVICE) * length).int()
-    q8, q_scale = quantize_mxfp8(q)
+    loc = torch.arange(128, 128 + keys, device=DEVICE)
+    k, v = rows_like(keys + 128, 8), rows_like(keys + 128, 8)
+    pool.store(k, v, torch.arange(len(k), device=DEVICE))
+    scales = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
+    powers = [torch.exp2(scales.unpack(x).view(torch.uint8).double() - 127) for x in (pool.k_scale, pool.v_scale)]
+    for kind, new in (("mxfp8", length), ("mxfp8", 512), ("bf16", length)):
+        q = rows_like(batch * new, 32)
+        start = (torch.arange(batch + 1, device=DEVICE) * new).int()
+        q8, q_scale = quantize_mxfp8(q)
 
-    def run() -> Tensor:
-        return paged_attention(
-            q8, pool.k, pool.v, table, lens,
-            q_scale=q_scale, k_scale=pool.k_scale, v_scale=pool.v_scale, query_start=start,
-        )  # fmt: skip
+        def run(kind: str = kind, q: Tensor = q, q8: Tensor = q8, s: Tensor = q_scale, start: Tensor = start) -> Tensor:
+            if kind == "bf16":
+                return paged_attention(q, k, v, table, lens, query_start=start)
+            return paged_attention(
+                q8, pool.k, pool.v, table, lens,
+                q_scale=s, k_scale=pool.k_scale, v_scale=pool.v_scale, query_start=start,
+            )  # fmt: skip
 
-    def check() -> None:
-        out = run()
-        scales = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
-        powers = [torch.exp2(scales.unpack(x).view(torch.uint8).double() - 127) for x in (pool.k_scale, pool.v_scale)]
-        for t in (0, 100, length - 1, tokens - 1):
-            at = loc[t - t % length : t + 1]
-            query = q8[t].double() * torch.exp2(q_scale[t].view(torch.uint8).double() - 127).repeat_interleave(32, -1)
-            kv = (
-                c[at].double() * p[at].repeat_interleave(32, -1) for c, p in zip((pool.k, pool.v), powers, strict=True)
-            )
-            close(out[t], _attention(query, *kv), 2e-2, "extend, MXFP8")
+        def check(
+            run: Callable[[], Tensor] = run, kind: str = kind, new: int = new, q: Tensor = q, q8: Tensor = q8,
+            s: Tensor = q_scale,
+        ) -> None:  # fmt: skip
+            out = run()
+            for t in (0, 100, new - 1, batch * new - 1):
+                key = t // new * length + length - new + t % new
+                at = loc[key - key % length : key + 1]
+                if kind == "bf16":
+                    query, kv = q[t].double(), [x[at].double() for x in (k, v)]
+                else:
+                    query = q8[t].double() * torch.exp2(s[t].view(torch.uint8).double() - 127).repeat_interleave(32, -1)
+                    caches = zip((pool.k, pool.v), powers, strict=True)
+                    kv = [c[at].double() * p[at].repeat_interleave(32, -1) for c, p in caches]
+                close(out[t], _attention(query, *kv), 2e-2, f"extend, {kind}")
 
-    heads_first = [x.view(batch, length, -1, 128).transpose(1, 2).contiguous() for x in (q, k, v)]
+        heads_first = [
+            x.view(batch, -1, x.shape[1], 128).transpose(1, 2).contiguous() for x in (q, k[loc], v[loc])
+        ]  # fmt: skip
+        if new < length:  # the bias does not know grouped heads
+            heads_first[1:] = [x.repeat_interleave(4, dim=1) for x in heads_first[1:]]
 
-    def sdpa() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        def sdpa(heads_first: Any = heads_first, new: int = new) -> Tensor:
+            if new == length:
+                causal: dict[str, Any] = dict(is_causal=True, enable_gqa=True)
+            else:
+                causal = dict(attn_mask=causal_lower_right(new, length))
+            return torch.nn.functional.scaled_dot_product_attention(*heads_first, **causal)
 
-    flops = 2.0 * batch * 32 * length * length * 128  # causal: half of 4 * L^2 * D
-    yield Work("extend, mxfp8, 8 x 4,096", run, check, flops=flops, peers={"torch SDPA, bf16": sdpa})
+        flops = 4.0 * batch * 32 * 128 * new * (length - new / 2)
+        name = f"extend, {kind}, 8 x {length:,}" + (f", last {new}" if new < length else "")
+        yield Work(name, run, check, flops=flops, peers={"torch SDPA, bf16": sdpa})
 
 
 def rows_like(tokens: int, heads: int) -> Tensor:

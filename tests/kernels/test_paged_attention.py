@@ -205,6 +205,37 @@ def test_extend(kind, window):
     made.check(MX_TILES if isinstance(kind, str) else None)
 
 
+def counted(monkeypatch, name):
+    """What a function of the module was called with."""
+    seen, original = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a: (seen.append(a), original(*a))[1])
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "flat"])
+@pytest.mark.parametrize("options", [dict(window=21), dict(cap=1.5), dict()])
+def test_whole_prompts_are_dequantised_first(kind, options, monkeypatch):
+    """As many rows of q as of keys; a prefix that is cached, a prompt that fills its page, an empty sequence."""
+    copies = counted(monkeypatch, "expanded")
+    made = problem(
+        kind, [80, 64, 0], [60, 64, 0], q_head=6, head=1, head_dim=96, v_head_dim=64, page_size=32, **options
+    )
+    made.check(MX_TILES)
+    assert [len(a) > 3 for a in copies] == [False, True, True]  # q, then K and V by their pages
+
+
+def test_what_is_dequantised_first(monkeypatch):
+    copies = counted(monkeypatch, "expanded")
+    many = module._sizes(4, 128, 128, 64, True, ROOM)
+    assert module._worth_expanding(1024, 1024, many, False)
+    assert not module._worth_expanding(1024, 1025, many, False)  # would take more memory than the call has otherwise
+    assert not module._worth_expanding(1024, 1024, many, True)
+    assert not module._worth_expanding(1024, 64, module._sizes(4, 128, 128, 1, True, ROOM), False)
+    problem("flat", [80, 64], [4, 20], q_head=3, head=1, head_dim=64, page_size=64).check(MX_TILES)
+    problem(torch.bfloat16, [20], [20], q_head=6, head=1, head_dim=32, page_size=16).check()
+    assert not copies
+
+
 @pytest.mark.skipif(
     not hasattr(interpreter.InterpreterBuilder, "create_dot_scaled"), reason="the interpreter of Triton before 3.8"
 )
