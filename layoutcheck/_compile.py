@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from layoutcheck import _trace, _twins
+from layoutcheck import _recall, _trace, _twins
 from layoutcheck._contract import GUARD_FILE, Contract
 from layoutcheck._dims import Expr, Op, calls, divisions, names, plan
 from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
@@ -27,6 +27,7 @@ _counter = itertools.count()
 def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     """The guarded callable. Its text is ``contract.source``, and is known to debuggers through ``linecache``."""
     w = Writer(contract)
+    w.remembers = _recall.remembers(contract)
     _body(w)
     signature, call, packed = _signature(w, contract)
     kind, wait = ("async def", "await ") if inspect.iscoroutinefunction(fn) else ("def", "")
@@ -34,23 +35,31 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out = [f"{kind} {name}({signature}):"]
     out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
+    # Dynamo would guard on the mode and on the memo that it reads, and compile again when they change.
+    out += ["    _eager = not _dynamo()"]
+    lines = []
     if contract.tensors:
-        out += [f"    if _dtensor in _modules and not _compiling() and _any_sharded({', '.join(contract.tensors)}):"]
-        out += [f"        _check_shards(_contract, {{{everything}}})", f"        return {wait}_fn({call})"]
-    out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
+        lines += [f"if _dtensor in _modules and not _compiling() and _any_sharded({', '.join(contract.tensors)}):"]
+        lines += [f"    _check_shards(_contract, {{{everything}}})", f"    return {wait}_fn({call})"]
+    always = f"_ok = _ok and {' and '.join(dict.fromkeys(w.always))}"
+    lines += _tried([*w.lines, always] if w.always and not w.remembers else w.lines)
+    returned = _result_lines(w, contract) if contract.results else []
+    if w.remembers:
+        lines = _recall.guarded(w, lines, returned)
+        lines += ["if _ok:", *(f"    {line}" for line in _tried([always]))] if w.always else []
+    out += [f"    {line}" for line in lines]
     traced = _for_trace(w, contract)
     out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason({traced}))"]
     out += [f"        _broken({{{everything}}})"]
     each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
     if each or any(s.values or _padded(s) for s in contract.tensors.values()):
-        # Dynamo would guard on the mode that it reads, and compile again when that changes.
-        out += ["    if not _dynamo() and (_live.watch or _contract.mode == 'values'):"]
+        out += ["    if _eager and (_live.watch or _contract.mode == 'values'):"]
         out += [f"        _values({{{everything}}})"]
     w.globals["_fn"] = fn
     if contract.results:
         w.globals["_result"] = _result_checker(contract)
         w.globals["_reason_of_result"] = _trace.reason_of_result(contract)
-        out += [f"    _r = {wait}_fn({call})", *_result_lines(w, contract)]
+        out += [f"    _r = {wait}_fn({call})", *returned]
         out += ["    if not _ok:", "        if _compiling():"]
         out += [
             f"            _end_graph(_reason_of_result(_described(_r), {traced}))",
@@ -65,6 +74,11 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     exec(compile(text, filename, "exec"), w.globals)
     contract.source = text
     return w.globals[name]
+
+
+def _tried(lines: list[str]) -> list[str]:
+    """The lines, where whatever a comparison raises is a rule that is not kept."""
+    return ["try:", *(f"    {line}" for line in lines), "except _caught:", "    _ok = False"]
 
 
 def _for_trace(w: Writer, contract: Contract) -> str:
@@ -138,19 +152,22 @@ def _body(w: Writer) -> None:
             w.lines.append(f"{w.local(step.name)} = {step.index}")
     for name, scalar in c.scalars.items():
         if test := _scalar(w, w.local(name), scalar):
-            tests.append(f"({name} is None or {test})" if scalar.optional else test)
+            text = f"({w.local(name)} is None or {test})" if scalar.optional else test
+            (w.always if scalar.test else tests).append(text)
     required = [s for s in c.tensors.values() if not s.optional]
     for spec in required:
         if spec.form is not None:
-            tests += w.form(spec, spec.form, bound)
+            tests += w.metadata(spec, spec.form, bound)
+            w.always += w.memory(spec, spec.form)
     tests += [t for check in c.checks if of_required(c, check.argument) for t in _equation(w, check.equation)]
     tests += _same_device(w, required)
     late: list[str] = []
     sure = {s.name for s in c.steps if not s.optional} | set(c.signature.parameters) | set(c.derive)
     for under, rule in c.conditions:
         used = {n for r in (*under, rule) if isinstance(r, Condition | Each) for n in names(r.expr)} - {VALUE}
-        (tests if used <= sure else late).append(_rule(w, under, rule))
-    w.lines.append(f"_ok = {w.fresh(tests)}")
+        where = w.always if _recall.asks_more(under, rule) else tests if used <= sure else late
+        where.append(_rule(w, under, rule))
+    first = len(w.lines)
     w.done |= set(tests)
     for spec in c.tensors.values():
         if spec.form is None:
@@ -159,6 +176,7 @@ def _body(w: Writer) -> None:
             _optional(w, spec, spec.form, bound)
     if late:
         w.lines.append(f"_ok = _ok and {w.fresh(late)}")
+    _recall.settle(w, tests, first)
 
 
 def _used(name: str, c: Contract) -> bool:
@@ -241,7 +259,9 @@ def _optional(w: Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None:
         if step.kind == "derive" and step.expr is not None:
             w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
             tests += [w.exact(d) for d in divisions(step.expr)]
-    tests += w.form(spec, form, bound)
+    tests += w.metadata(spec, form, bound)
+    if memory := w.memory(spec, form):
+        w.always.append(f"({spec.name} is None or {' and '.join(memory)})")
     tests += [t for check in w.contract.checks if check.argument == spec.name for t in _equation(w, check.equation)]
     tests += _device_of(w, spec)
     inner = [*w.lines[start:], f"_ok = _ok and {w.fresh(tests)}"]

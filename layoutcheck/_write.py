@@ -62,6 +62,8 @@ class Writer:
         self.settled = {s.equation for s in contract.steps if not s.optional}
         self.settled |= {c.equation for c in contract.checks if of_required(contract, c.argument)}
         self.done: set[str] = set()  # tests made on every call: no branch repeats them
+        self.always: list[str] = []  # tests of more than metadata and scalars, which no memo answers
+        self.remembers = False  # whether the guard has a memo
 
     def constant(self, value: Any) -> str:
         """A global that holds a value, one per value."""
@@ -153,7 +155,11 @@ class Writer:
         return " and ".join(kept) or "True"
 
     def form(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
-        """The comparisons of one form of one tensor."""
+        """The comparisons of one form of one tensor: of its metadata, and of its memory."""
+        return self.metadata(spec, form, bound) + self.memory(spec, form)
+
+    def metadata(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
+        """The comparisons of dtype, shape and strides."""
         x = spec.name
         tests = []
         if form.dtypes is not None:
@@ -166,14 +172,22 @@ class Writer:
         tests += self.shape(x, form, bound)
         tests += self.strides(x, form)
         for index, size in form.align:
-            if index is None:
-                tests.append(f"(_compiling() or _address({x}) % {atom(self.size(size))} == 0)")
-            else:
+            if index is not None:
                 pitch = f"{x}.stride({index}) * {x}.element_size() % {atom(self.size(size))}"
                 tests.append(f"{pitch} == 0" if index in form.strict else f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
         if form.int32:
             reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in form.int32)
             tests.append(f"({x}.numel() == 0 or {reach} <= {INT32_MAX})")
+        return tests
+
+    def memory(self, spec: TensorSpec, form: Form) -> list[str]:
+        """The tests of where a tensor's memory begins, and of what it is known to hold."""
+        x = spec.name
+        tests = [
+            f"(_compiling() or _address({x}) % {atom(self.size(size))} == 0)"
+            for index, size in form.align
+            if index is None
+        ]
         if (reader := _twins.reader(form.layout, form.dims)) is not None:
             sizes = ", ".join([x, *(self.size(e) for _, e in form.dims)])
             tests.append(f"(_compiling() or {self.constant(reader)}({sizes}))")

@@ -1,0 +1,107 @@
+"""The lines of a guard that ask its memo, and what a memo's answer stands for.
+
+A test may be skipped where a call is known if it depends on nothing but the tensors' metadata and on scalars that are
+remembered with it. Everything else is made on every call: addresses, overlap, tags, the values of a sequence, what
+beartype says of a type. So is a test of scalars alone, unless sizes are computed from them as well: a layer's number
+differs in each of sixty calls that are otherwise the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from layoutcheck import _memo, _twins
+from layoutcheck._contract import Contract
+from layoutcheck._dims import calls
+from layoutcheck._rules import Agree, Condition, Each, NoOverlap, Rule
+from layoutcheck._specs import Form
+from layoutcheck._write import Writer
+
+FEWEST = 3  # tensors for which a memo is faster than the comparisons
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
+_TARGETS = re.compile(r"^( *)((?:\w+, ?)*\w+),? = ")
+_MORE = ("tag", "tags", "len", "sum")  # what a condition may ask that is neither metadata nor a scalar
+
+
+def remembers(contract: Contract) -> bool:
+    """Whether the guard of a contract gets a memo: not where the case of a ``Choose`` decides what memory must be."""
+    choices = [form for s in contract.tensors.values() if s.form is None for _, form in s.forms]
+    return _memo.AVAILABLE and len(contract.tensors) >= FEWEST and not any(map(_of_memory, choices))
+
+
+def _of_memory(form: Form) -> bool:
+    return any(index is None for index, _ in form.align) or _twins.reader(form.layout, form.dims) is not None
+
+
+def asks_more(under: tuple[Condition, ...], rule: Rule) -> bool:
+    """Whether a rule depends on more than metadata and scalars."""
+    if isinstance(rule, Each | Agree | NoOverlap):
+        return True
+    exprs = [r.expr for r in (*under, rule) if isinstance(r, Condition)]
+    return any(call.op in _MORE for e in exprs for call in calls(e))
+
+
+def _names(texts: Iterable[str]) -> set[str]:
+    return {name for text in texts for name in _NAME.findall(text)}
+
+
+def _scalars(w: Writer) -> list[str]:
+    """The variables that hold what is passed or derived and is no tensor."""
+    c = w.contract
+    return [w.local(n) for n in (*c.signature.parameters, *c.derive) if n not in c.tensors]
+
+
+def _assigned(lines: Iterable[str]) -> dict[str, bool]:
+    """The variables that lines assign, and whether they do so in every call."""
+    found: dict[str, bool] = {}
+    for line in lines:
+        if match := _TARGETS.match(line):
+            indent, targets = match.groups()
+            found |= {name: not indent or found.get(name, False) for name in targets.replace(" ", "").split(",")}
+    return found
+
+
+def settle(w: Writer, tests: list[str], at: int) -> None:
+    """Write the tests that every call makes as line ``at``; those of scalars that are not remembered, elsewhere."""
+    computed = {*_assigned(w.lines), *w.contract.tensors}
+    alone = [t for t in tests if not _names([t]) & computed] if w.remembers else []
+    scalars = set(_scalars(w))
+    kept = _names([*w.lines, *(t for t in tests if t not in alone)]) & scalars
+    apart = [t for t in alone if not _names([t]) & scalars <= kept]
+    w.always[:0] = apart
+    w.lines.insert(at, f"_ok = {' and '.join(t for t in dict.fromkeys(tests) if t not in apart) or 'True'}")
+
+
+def guarded(w: Writer, lines: list[str], results: list[str]) -> list[str]:
+    """The lines that set ``_ok``, from those that compare, with the memo's answer in their place where there is one."""
+    c = w.contract
+    w.globals["_memo"] = _memo.Memo()
+    kept = _names(w.lines)
+    scalars = "".join(f"type({s}), {s}, " for s in _scalars(w) if s in kept).rstrip(" ")
+    optional = [n for n, s in c.tensors.items() if s.optional]
+    absent = {n: w.constant(t) for n, t in zip(optional, _memo.absent(len(optional)), strict=True)}
+    tensors = ", ".join(f"{absent[n]} if {n} is None else {n}" if n in absent else n for n in c.tensors)
+    nested = " or ".join(f"{n} is not None and {n}.is_nested" if n in absent else f"{n}.is_nested" for n in c.tensors)
+    assigned = _assigned(w.lines)
+    needed = _names([*w.always, *results])
+    dims = [n for n in assigned if n in needed and n not in ("_ok", "_", "_s")]
+    unsure = [n for n in dims if not assigned[n]]
+    together = "".join(f"{n}, " for n in dims).rstrip(" ")
+    return [
+        "_known = None",
+        "if _eager and _memo.entries:",
+        "    try:",
+        f"        if not ({nested}):",
+        f"            _known = _memo.find(({scalars}), {tensors})",
+        "    except AttributeError:",
+        "        pass",
+        "if _known is None:",
+        *(f"    {n} = None" for n in unsure),
+        *(f"    {line}" for line in lines),
+        "    if _eager and _ok and (_memo.learns or _memo.turn()):",
+        f"        _memo.remember(({together}), ({scalars}), {tensors})",
+        "else:",
+        "    _ok = True",
+        *([f"    {together} = _known"] if dims else []),
+    ]
