@@ -27,7 +27,6 @@ _counter = itertools.count()
 def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     """The guarded callable. Its text is ``contract.source``, and is known to debuggers through ``linecache``."""
     w = Writer(contract)
-    w.remembers = _recall.remembers(contract)
     _body(w)
     signature, call, packed = _signature(w, contract)
     kind, wait = ("async def", "await ") if inspect.iscoroutinefunction(fn) else ("def", "")

@@ -24,8 +24,8 @@ from torch.nn import Parameter
 _BEFORE = (2, 14)  # what has not been tried may end the process: an exception in ``check`` is not a Python exception
 
 _MOST = 4  # calls remembered by one guard
-_START = 6  # what a memo may spend before it has been of use
 _PRICE = 2  # of a call that is not known: looking for it, and remembering it
+_START = _PRICE * (_MOST + 1)  # what a memo may spend before it has been of use
 _FULL = 32  # what a memo may save up: a call that is known earns 1
 _TURNS = (*(False,) * 255, True)  # of a memo that has nothing left: when it tries again
 
@@ -37,9 +37,9 @@ class Memo:
 
     It must not cost where no call comes twice: what is remembered is paid for by calls that are known. A memo that has
     nothing left forgets everything, and tries again after a while. A guard asks whether there are ``entries``, then
-    :meth:`find`; a call that is not known it compares, and gives to :meth:`remember` if the memo ``learns`` or it is its
-    ``turn()``. Threads may share a memo: an entry is a tuple that is never changed, and a count that is off by one does
-    no harm.
+    :meth:`find`; a call that is not known it compares, and gives to :meth:`remember` if the memo ``learns``, or if it
+    is its ``turn()``. Threads may share a memo: an entry is a tuple that is never changed, and a count that is off by
+    one does no harm.
     """
 
     __slots__ = ("_credit", "entries", "learns", "turn")

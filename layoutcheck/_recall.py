@@ -11,27 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from layoutcheck import _memo, _twins
-from layoutcheck._contract import Contract
+from layoutcheck import _memo
 from layoutcheck._dims import calls
 from layoutcheck._rules import Agree, Condition, Each, NoOverlap, Rule
-from layoutcheck._specs import Form
 from layoutcheck._write import Writer
 
 FEWEST = 3  # tensors for which a memo is faster than the comparisons
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 _TARGETS = re.compile(r"^( *)((?:\w+, ?)*\w+),? = ")
 _MORE = ("tag", "tags", "len", "sum")  # what a condition may ask that is neither metadata nor a scalar
-
-
-def remembers(contract: Contract) -> bool:
-    """Whether the guard of a contract gets a memo: not where the case of a ``Choose`` decides what memory must be."""
-    choices = [form for s in contract.tensors.values() if s.form is None for _, form in s.forms]
-    return _memo.AVAILABLE and len(contract.tensors) >= FEWEST and not any(map(_of_memory, choices))
-
-
-def _of_memory(form: Form) -> bool:
-    return any(index is None for index, _ in form.align) or _twins.reader(form.layout, form.dims) is not None
 
 
 def asks_more(under: tuple[Condition, ...], rule: Rule) -> bool:
@@ -63,7 +51,14 @@ def _assigned(lines: Iterable[str]) -> dict[str, bool]:
 
 
 def settle(w: Writer, tests: list[str], at: int) -> None:
-    """Write the tests that every call makes as line ``at``; those of scalars that are not remembered, elsewhere."""
+    """Write the tests that every call makes as line ``at``, and decide whether the guard gets a memo.
+
+    It does not where the case of a ``Choose`` depends on memory, or decides what memory must be: such tests are not for
+    ``torch.compile`` either. Tests of scalars that are not remembered are made always.
+    """
+    w.remembers = (
+        _memo.AVAILABLE and len(w.contract.tensors) >= FEWEST and "_compiling" not in _names([*w.lines, *tests])
+    )
     computed = {*_assigned(w.lines), *w.contract.tensors}
     alone = [t for t in tests if not _names([t]) & computed] if w.remembers else []
     scalars = set(_scalars(w))
@@ -80,7 +75,8 @@ def guarded(w: Writer, lines: list[str], results: list[str]) -> list[str]:
     kept = _names(w.lines)
     scalars = "".join(f"type({s}), {s}, " for s in _scalars(w) if s in kept).rstrip(" ")
     optional = [n for n, s in c.tensors.items() if s.optional]
-    absent = {n: w.constant(t) for n, t in zip(optional, _memo.absent(len(optional)), strict=True)}
+    absent = {n: f"_no_{n}" for n in optional}
+    w.globals |= zip(absent.values(), _memo.absent(len(optional)), strict=True)
     tensors = ", ".join(f"{absent[n]} if {n} is None else {n}" if n in absent else n for n in c.tensors)
     nested = " or ".join(f"{n} is not None and {n}.is_nested" if n in absent else f"{n}.is_nested" for n in c.tensors)
     assigned = _assigned(w.lines)
