@@ -134,6 +134,7 @@ def _body(w: Writer) -> None:
     tests: list[str] = []
     bound = {f"{s.argument}:{s.index}" for s in c.steps if s.kind == "shape" and s.case is None}
     bound |= {f"{s.argument}:{s.name}" for s in c.steps if s.kind == "variadic"}
+    used = _used(c)
     for step in (s for s in c.steps if not s.optional):
         if step.kind in ("shape", "variadic") and step.argument not in emitted:
             spec = c.tensors[step.argument]
@@ -142,7 +143,7 @@ def _body(w: Writer) -> None:
             emitted.add(step.argument)
         elif step.kind == "derive":
             assert step.expr is not None
-            if _used(step.name, c):
+            if used(step.name):
                 w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
             tests += [w.exact(d) for d in divisions(step.expr)]
             if _may_be_negative(step.expr):
@@ -163,8 +164,8 @@ def _body(w: Writer) -> None:
     late: list[str] = []
     sure = {s.name for s in c.steps if not s.optional} | set(c.signature.parameters) | set(c.derive)
     for under, rule in c.conditions:
-        used = {n for r in (*under, rule) if isinstance(r, Condition | Each) for n in names(r.expr)} - {VALUE}
-        where = w.always if _recall.asks_more(under, rule) else tests if used <= sure else late
+        speaks = {n for r in (*under, rule) if isinstance(r, Condition | Each) for n in names(r.expr)} - {VALUE}
+        where = w.always if _recall.asks_more(under, rule) else tests if speaks <= sure else late
         where.append(_rule(w, under, rule))
     first = len(w.lines)
     w.done |= set(tests)
@@ -178,20 +179,19 @@ def _body(w: Writer) -> None:
     _recall.settle(w, tests, first)
 
 
-def _used(name: str, c: Contract) -> bool:
+def _used(c: Contract) -> Callable[[str], bool]:
     """Whether a derived dim is needed by anything but its own equation."""
+    exprs: list[Expr | None] = []
     for spec in c.tensors.values():
-        for _, form in spec.forms:
-            exprs = [*form.sizes, *(form.strides or ()), *form.inner, *(e for _, e in form.align)]
+        for case, form in spec.forms:
+            exprs += [case, *form.sizes, *(form.strides or ()), *form.inner, *(e for _, e in form.align)]
             if _twins.reader(form.layout, form.dims) is not None:
                 exprs += [e for _, e in form.dims]
-            if any(e is not None and name in names(e) for e in exprs):
-                return True
-    others = [s.expr for s in c.steps if s.expr is not None and s.name != name]
-    others += [side for check in c.checks for side in (check.equation.left, check.equation.right)]
-    others += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition | Each)]
-    others += [e for _, s in c.tensors.items() for case, _ in s.forms if case is not None for e in (case,)]
-    return any(name in names(e) for e in others)
+    exprs += [side for check in c.checks for side in (check.equation.left, check.equation.right)]
+    exprs += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition | Each)]
+    needed = {n for e in exprs if e is not None for n in names(e)}
+    steps = [(s.name, set(names(s.expr))) for s in c.steps if s.expr is not None]
+    return lambda name: name in needed or any(name in speaks for by, speaks in steps if by != name)
 
 
 def _may_be_negative(expr: Expr) -> bool:

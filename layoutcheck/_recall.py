@@ -56,16 +56,21 @@ def settle(w: Writer, tests: list[str], at: int) -> None:
     It does not where the case of a ``Choose`` depends on memory, or decides what memory must be: such tests are not for
     ``torch.compile`` either. Tests of scalars that are not remembered are made always.
     """
+    speaks = {test: _names([test]) for test in tests}
+    kept = _names(w.lines)
     w.remembers = (
-        _memo.AVAILABLE and len(w.contract.tensors) >= FEWEST and "_compiling" not in _names([*w.lines, *tests])
+        _memo.AVAILABLE
+        and len(w.contract.tensors) >= FEWEST
+        and not any("_compiling" in names for names in (kept, *speaks.values()))
     )
-    computed = {*_assigned(w.lines), *w.contract.tensors}
-    alone = [t for t in tests if not _names([t]) & computed] if w.remembers else []
-    scalars = set(_scalars(w))
-    kept = _names([*w.lines, *(t for t in tests if t not in alone)]) & scalars
-    apart = [t for t in alone if not _names([t]) & scalars <= kept]
+    apart = {}
+    if w.remembers:
+        computed = {*_assigned(w.lines), *w.contract.tensors}
+        kept = kept.union(*(names for names in speaks.values() if names & computed))
+        scalars = set(_scalars(w))
+        apart = {test: None for test, names in speaks.items() if not names & computed and not names & scalars <= kept}
     w.always[:0] = apart
-    w.lines.insert(at, f"_ok = {' and '.join(t for t in dict.fromkeys(tests) if t not in apart) or 'True'}")
+    w.lines.insert(at, f"_ok = {' and '.join(test for test in speaks if test not in apart) or 'True'}")
 
 
 def guarded(w: Writer, lines: list[str], results: list[str]) -> list[str]:
