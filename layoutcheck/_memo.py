@@ -6,6 +6,10 @@ earlier call that it accepted. torch has that question in one C++ call, the one 
 ``TensorGuards.check`` compares Python type, dispatch keys, dtype, device, ``requires_grad``, sizes and strides. It does
 not compare addresses, storage offsets, values, nor what memory is known to hold; rules about those run on every call.
 
+An exception inside ``check`` is no Python exception and ends the process. A nested tensor without strides raises one,
+wrapped by ``vmap`` or not, so guards ask before whether there are any. (Not found is one that outlives its ``vmap``,
+which nothing can be done with.)
+
 ``TensorGuards`` is private to torch. Where it is missing, newer than was tried, or answers otherwise than it must, no
 guard has a memo. ``_compile`` writes the questions; what may be skipped because of an answer is its business.
 """
@@ -21,52 +25,38 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_BEFORE = (2, 14)  # what has not been tried may end the process: an exception in ``check`` is not a Python exception
+_BEFORE = (2, 14)  # what has not been tried may end the process
 
 _MOST = 4  # calls remembered by one guard
 _PRICE = 2  # of a call that is not known: looking for it, and remembering it
 _START = _PRICE * (_MOST + 1)  # what a memo may spend before it has been of use
-_FULL = 32  # what a memo may save up: a call that is known earns 1
+FULL = 32  # what a memo may save up
 _TURNS = (*(False,) * 255, True)  # of a memo that has nothing left: when it tries again
 
 _LASTING = frozenset({int, bool, float, str, type(None), torch.dtype})
 
 
 class Memo:
-    """What one guard remembers of calls.
+    """What one guard remembers of calls: ``entries`` of scalars, a function that compares metadata, and dims.
 
     It must not cost where no call comes twice: what is remembered is paid for by calls that are known. A memo that has
-    nothing left forgets everything, and tries again after a while. A guard asks whether there are ``entries``, then
-    :meth:`find`; a call that is not known it compares, and gives to :meth:`remember` if the memo ``learns``, or if it
-    is its ``turn()``. Threads may share a memo: an entry is a tuple that is never changed, and a count that is off by
-    one does no harm.
+    nothing left forgets everything, and tries again after a while. A guard looks through the ``entries``; a call that
+    is known earns 1, and one that is not it compares, and gives to :meth:`remember` if the memo ``learns``, or if it is
+    its ``turn()``. Threads may share a memo: an entry is a tuple that is never changed, and a count that is off by one
+    does no harm.
     """
 
-    __slots__ = ("_credit", "entries", "learns", "turn")
+    __slots__ = ("credit", "entries", "learns", "turn")
 
     def __init__(self) -> None:
         self.entries: tuple[tuple[tuple[Any, ...], Callable[..., bool], tuple[Any, ...]], ...] = ()
         self.learns = True
         self.turn = itertools.chain.from_iterable(itertools.repeat(_TURNS)).__next__
-        self._credit = _START
-
-    def find(self, scalars: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...] | None:
-        """The dims of an earlier call with these scalars (type and value of each) and this metadata; None without one.
-
-        None of the tensors may be nested: one without strides ends the process. So does one that a transform wraps.
-        """
-        if _transforming():
-            return None
-        for known, same, dims in self.entries:
-            if known == scalars and same(*tensors):
-                if self._credit < _FULL:
-                    self._credit += 1
-                return dims
-        return None
+        self.credit = _START
 
     def remember(self, dims: tuple[Any, ...], scalars: tuple[Any, ...], *tensors: Any) -> None:
         """Remember a call that was accepted, and its dims, if that can be paid and is metadata that can be kept."""
-        self._credit = credit = (self._credit if self.learns else _START) - _PRICE
+        self.credit = credit = (self.credit if self.learns else _START) - _PRICE
         self.learns = credit > 0
         if not self.learns:
             self.entries = ()
@@ -88,6 +78,10 @@ def _plain(tensor: Any) -> bool:
     if kind is _Absent:
         return True
     if kind is not Tensor and kind is not Parameter:
+        return False
+    try:
+        _ = tensor.shape, tensor.stride()  # what raises here would end the process there
+    except RuntimeError:
         return False
     return tensor.layout is torch.strided and not tensor._has_symbolic_sizes_strides
 
@@ -132,10 +126,10 @@ def _behaves() -> bool:
             None,
         )
         wanted = same(a, b) is True and same(b, a) is True and not any(same(a, other) for other in others)
-        return wanted and _transforming() is False and a.is_nested is False and _plain(a) is True
+        return wanted and transforming() is False and a.is_nested is False and _plain(a) is True
     except Exception:
         return False
 
 
-_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 AVAILABLE = _behaves()

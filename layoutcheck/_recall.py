@@ -65,10 +65,13 @@ def settle(w: Writer, tests: list[str], at: int) -> None:
     )
     apart = {}
     if w.remembers:
-        computed = {*_assigned(w.lines), *w.contract.tensors}
+        w.assigned = _assigned(w.lines)
+        computed = {*w.assigned, *w.contract.tensors}
         kept = kept.union(*(names for names in speaks.values() if names & computed))
-        scalars = set(_scalars(w))
-        apart = {test: None for test, names in speaks.items() if not names & computed and not names & scalars <= kept}
+        scalars = _scalars(w)
+        w.kept = [s for s in scalars if s in kept]
+        others = {*scalars} - kept
+        apart = {test: None for test, names in speaks.items() if names & others}
     w.always[:0] = apart
     w.lines.insert(at, f"_ok = {' and '.join(test for test in speaks if test not in apart) or 'True'}")
 
@@ -76,25 +79,28 @@ def settle(w: Writer, tests: list[str], at: int) -> None:
 def guarded(w: Writer, lines: list[str], results: list[str]) -> list[str]:
     """The lines that set ``_ok``, from those that compare, with the memo's answer in their place where there is one."""
     c = w.contract
-    w.globals["_memo"] = _memo.Memo()
-    kept = _names(w.lines)
-    scalars = "".join(f"type({s}), {s}, " for s in _scalars(w) if s in kept).rstrip(" ")
+    w.globals |= {"_memo": _memo.Memo(), "_transforming": _memo.transforming}
+    scalars = "".join(f"type({s}), {s}, " for s in w.kept).rstrip(" ")
     optional = [n for n, s in c.tensors.items() if s.optional]
     absent = {n: f"_no_{n}" for n in optional}
     w.globals |= zip(absent.values(), _memo.absent(len(optional)), strict=True)
     tensors = ", ".join(f"{absent[n]} if {n} is None else {n}" if n in absent else n for n in c.tensors)
     nested = " or ".join(f"{n} is not None and {n}.is_nested" if n in absent else f"{n}.is_nested" for n in c.tensors)
-    assigned = _assigned(w.lines)
     needed = _names([*w.always, *results])
-    dims = [n for n in assigned if n in needed and n not in ("_ok", "_", "_s")]
-    unsure = [n for n in dims if not assigned[n]]
+    dims = [n for n in w.assigned if n in needed and n not in ("_ok", "_", "_s")]
+    unsure = [n for n in dims if not w.assigned[n]]
     together = "".join(f"{n}, " for n in dims).rstrip(" ")
     return [
         "_known = None",
-        "if _eager and _memo.entries:",
+        "if _eager and _memo.entries and not _transforming():",
         "    try:",
         f"        if not ({nested}):",
-        f"            _known = _memo.find(({scalars}), {tensors})",
+        "            for _scalars, _same, _dims in _memo.entries:",
+        f"                if _scalars == ({scalars}) and _same({tensors}):",
+        "                    _known = _dims",
+        f"                    if _memo.credit < {_memo.FULL}:",
+        "                        _memo.credit += 1",
+        "                    break",
         "    except AttributeError:",
         "        pass",
         "if _known is None:",

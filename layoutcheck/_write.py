@@ -67,6 +67,8 @@ class Writer:
         self.done: set[str] = set()  # tests made on every call: no branch repeats them
         self.always: list[str] = []  # tests of more than metadata and scalars, which no memo answers
         self.remembers = False  # whether the guard has a memo
+        self.kept: list[str] = []  # the scalars that it remembers
+        self.assigned: dict[str, bool] = {}  # the variables that the lines assign, and whether every call does
 
     def constant(self, value: Any) -> str:
         """A global that holds a value, one per value."""

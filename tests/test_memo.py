@@ -54,6 +54,12 @@ def divided(a: Float32[Tensor, "row col"], b: Float32[Tensor, "row col"], c: Flo
     return "ran"
 
 
+@contract
+def three(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Any tensors at all."""
+    return a
+
+
 def tensors(row: int = 4, col: int = 6) -> list[Tensor]:
     return [torch.zeros(row, col), torch.zeros(row, col), torch.arange(3), torch.zeros(row, col)]
 
@@ -69,17 +75,11 @@ def forgetful() -> None:
 
 
 def known(fn: Callable[..., Any], *arguments: Any, **keywords: Any) -> bool:
-    """Call a function; whether its guard found the call in its memo."""
-    found = []
-    find = _memo.Memo.find
-
-    def spy(self: _memo.Memo, *given: Any) -> Any:
-        found.append(find(self, *given))
-        return found[-1]
-
-    with mock.patch.object(_memo.Memo, "find", spy):
-        fn(*arguments, **keywords)
-    return bool(found) and found[-1] is not None
+    """Call a function; whether its guard found the call in its memo, which earns by it."""
+    memo = memo_of(fn)
+    memo.credit = before = _memo.FULL - 1
+    fn(*arguments, **keywords)
+    return memo.credit == before + 1
 
 
 def warm() -> list[Tensor]:
@@ -122,6 +122,9 @@ OTHERS = {
     "zero tensor": torch._efficientzerotensor(3, 4),
     "sparse": BASE.to_sparse(),
     "sparse rows": BASE.to_sparse_csr,
+    "sparse columns": BASE.to_sparse_csc,
+    "sparse blocks": lambda: BASE.to_sparse_bsr((1, 2)),
+    "quantised": lambda: torch.quantize_per_tensor(BASE, 1.0, 0, torch.qint8),
     "mkldnn": BASE.to_mkldnn() if torch.backends.mkldnn.is_available() else None,
     "functional": torch._to_functional_tensor(BASE),
     "no tensor": [[0.0] * 4] * 3,
@@ -134,7 +137,7 @@ def test_torch_has_what_a_memo_needs():
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_other_metadata_is_not_the_same(name):
     other = OTHERS[name]
     assert same(BASE, BASE)
@@ -396,6 +399,10 @@ try:
     t.kernel(*call)
 except Exception as error:
     print("refused:", type(error))
+for x in (torch.zeros(4), nested, nested, torch.zeros(4)):
+    t.three(x, torch.zeros(2), torch.zeros(3))
+    t.three(torch.zeros(2), torch.zeros(2), x)
+torch.vmap(lambda x: t.three(x, torch.zeros(2), torch.zeros(3)))(nested)
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
