@@ -34,8 +34,10 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out = [f"{kind} {name}({signature}):"]
     out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
-    # Dynamo would guard on the mode and on the memo that it reads, and compile again when they change.
-    out += ["    _eager = not _dynamo()"]
+    each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
+    reads = each or any(s.values or _padded(s) for s in contract.tensors.values())
+    if w.remembers or reads:  # Dynamo would guard on the memo and on the mode, and compile again when they change
+        out += ["    _eager = not _dynamo()"]
     lines = []
     if contract.tensors:
         lines += [f"if _dtensor in _modules and not _compiling() and _any_sharded({', '.join(contract.tensors)}):"]
@@ -50,9 +52,8 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     traced = _for_trace(w, contract)
     out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason({traced}))"]
     out += [f"        _broken({{{everything}}})"]
-    each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
-    if each or any(s.values or _padded(s) for s in contract.tensors.values()):
-        out += ["    if _eager and (_live.watch or _contract.mode == 'values'):"]
+    if reads:
+        out += ["    if _eager and (_live.watch or _contract.mode and _contract.mode == 'values'):"]
         out += [f"        _values({{{everything}}})"]
     w.globals["_fn"] = fn
     if contract.results:

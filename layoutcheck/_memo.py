@@ -54,6 +54,9 @@ class Memo:
         self.turn = itertools.chain.from_iterable(itertools.repeat(_TURNS)).__next__
         self.credit = _START
 
+    def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
+        return Memo, ()  # a copy, or what another process gets, remembers nothing
+
     def remember(self, dims: tuple[Any, ...], scalars: tuple[Any, ...], *tensors: Any) -> None:
         """Remember a call that was accepted, and its dims, if that can be paid and is metadata that can be kept."""
         self.credit = credit = (self.credit if self.learns else _START) - _PRICE

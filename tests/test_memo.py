@@ -621,6 +621,7 @@ def test_contracts_pickle_without_a_memo():
     assert memo_of(divided).entries
     twin = pickle.loads(pickle.dumps(divided.contract))
     assert twin.source == divided.contract.source
+    assert not pickle.loads(pickle.dumps(memo_of(divided))).entries
 
 
 # --- without torch's private functions --------------------------------------------------------------------------------

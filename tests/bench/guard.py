@@ -225,8 +225,8 @@ def arguments(count: int, device: str, tagged: bool, page: int = 64, page_size: 
     return (k, v, loc, *caches, *scales, *(k.clone() for _ in range(count - 7)))
 
 
-def microseconds(call: Callable[[], object], number: int = 20_000, repeat: int = 9) -> float:
-    """The least of several means: what the machine does when nothing disturbs it."""
+def microseconds(call: Callable[[], object], number: int = 500, repeat: int = 60) -> float:
+    """The least of many means, each over a few milliseconds: what the machine does when nothing disturbs it."""
     return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
 
 
@@ -271,7 +271,7 @@ def each(fn: Callable[..., object], calls: list[tuple[Tensor, ...]]) -> float:
         for call in calls:
             fn(*call, page_size=128)
 
-    return microseconds(run, max(1, 4_000 // len(calls))) / len(calls)
+    return microseconds(run, max(1, 500 // len(calls))) / len(calls)
 
 
 def table(count: int, device: str) -> None:
@@ -285,16 +285,15 @@ def table(count: int, device: str) -> None:
         "known metadata": lambda: fn(*tensors, page_size=128),
         "   untagged buffers": lambda: fn(*foreign, page_size=128),
     }
-    number = 4_000
-    times = {name: microseconds(call, number) for name, call in calls.items()}
+    times = {name: microseconds(call) for name, call in calls.items()}
     shapes = stream(count, device)
     times["   shapes in turn"] = each(fn, shapes[:2])
     times["new shapes"] = each(fn, shapes)
     with mode("warn"):
-        times["known metadata, warn"] = microseconds(calls["known metadata"], number)
+        times["known metadata, warn"] = microseconds(calls["known metadata"])
     with mode("values"):
-        times["known metadata, values"] = microseconds(calls["known metadata"], 100, 3)
-    times["jaxtyping + beartype"] = microseconds(lambda: other(*tensors, page_size=128), 100, 5)
+        times["known metadata, values"] = microseconds(calls["known metadata"], 10)
+    times["jaxtyping + beartype"] = microseconds(lambda: other(*tensors, page_size=128), 10)
     floor = times["bare call, or mode off"]
     base = times["hand-written"] - floor
     print(f"{count} tensors on {device}")
@@ -318,16 +317,16 @@ def decoration(*, first: bool) -> float:
 
 
 def after_many() -> list[float]:
-    """Microseconds per call of seven tensors, of 20,000 calls: the first after some, and after a million."""
+    """Microseconds per call of seven tensors: the first ones, and after a million."""
     fn = contract("page_size % 32 == 0", same_device=True)(bare)
     tensors = arguments(7, "cpu", False)
 
     def call() -> None:
         fn(*tensors, page_size=128)
 
-    times = [microseconds(call, repeat=5)]
+    times = [microseconds(call)]
     timeit.timeit(call, number=1_000_000)
-    return [*times, microseconds(call, repeat=5)]
+    return [*times, microseconds(call)]
 
 
 def main() -> None:
