@@ -1,8 +1,9 @@
-"""A contract as one Python function with the callable's own signature: straight-line comparisons, nothing allocated.
+"""A contract as one Python function with the callable's own signature: straight-line comparisons.
 
 The function answers only whether every rule is kept. Where one is not, or where an argument is not even a tensor and an
 attribute is missing, ``Contract.broken`` recomputes everything slowly and says what is wrong. Dims are local variables
-``_d_name``; what cannot be traced by ``torch.compile`` stands behind ``is_compiling()``.
+``_d_name``; what cannot be traced by ``torch.compile`` stands behind ``is_compiling()``. A guard of several tensors
+first asks its memo (``_memo``, ``_recall``) whether it has made these comparisons before.
 """
 
 from __future__ import annotations
