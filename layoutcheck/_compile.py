@@ -1,8 +1,9 @@
-"""A contract as one Python function with the callable's own signature: straight-line comparisons, nothing allocated.
+"""A contract as one Python function with the callable's own signature: straight-line comparisons.
 
 The function answers only whether every rule is kept. Where one is not, or where an argument is not even a tensor and an
 attribute is missing, ``Contract.broken`` recomputes everything slowly and says what is wrong. Dims are local variables
-``_d_name``; what cannot be traced by ``torch.compile`` stands behind ``is_compiling()``.
+``_d_name``; what cannot be traced by ``torch.compile`` stands behind ``is_compiling()``. A guard of several tensors
+first asks its memo (``_memo``, ``_recall``) whether it has made these comparisons before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from layoutcheck import _trace, _twins
+from layoutcheck import _recall, _trace, _twins
 from layoutcheck._contract import GUARD_FILE, Contract
 from layoutcheck._dims import Expr, Op, calls, divisions, names, plan
 from layoutcheck._rules import VALUE, Agree, Condition, Each, Forbids, Needs, NoOverlap, Together
@@ -34,23 +35,32 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     out = [f"{kind} {name}({signature}):"]
     out += [f"    {n} = {w.constant(f)}({packed_args})" for n, f, packed_args in _derived(w, contract)]
     everything = ", ".join(packed + [f"{n!r}: {n if n in contract.tensors else w.local(n)}" for n in contract.derive])
+    each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
+    reads = each or any(s.values or _padded(s) for s in contract.tensors.values())
+    if w.remembers or reads:  # Dynamo would guard on the memo and on the mode, and compile again when they change
+        out += ["    _eager = not _dynamo()"]
+    lines = []
     if contract.tensors:
-        out += [f"    if _dtensor in _modules and not _compiling() and _any_sharded({', '.join(contract.tensors)}):"]
-        out += [f"        _check_shards(_contract, {{{everything}}})", f"        return {wait}_fn({call})"]
-    out += ["    try:", *(f"        {line}" for line in w.lines), "    except _caught:", "        _ok = False"]
+        lines += [f"if _dtensor in _modules and not _compiling() and _any_sharded({', '.join(contract.tensors)}):"]
+        lines += [f"    _check_shards(_contract, {{{everything}}})", f"    return {wait}_fn({call})"]
+    always = f"_ok = _ok and {' and '.join(dict.fromkeys(w.always))}"
+    lines += _tried([*w.lines, always] if w.always and not w.remembers else w.lines)
+    returned = _result_lines(w, contract) if contract.results else []
+    if w.remembers:
+        lines = _recall.guarded(w, lines, returned)
+        lines += ["if _ok:", *(f"    {line}" for line in _tried([always]))] if w.always else []
+    out += [f"    {line}" for line in lines]
     traced = _for_trace(w, contract)
     out += ["    if not _ok:", "        if _compiling():", f"            _end_graph(_reason({traced}))"]
     out += [f"        _broken({{{everything}}})"]
-    each = any(isinstance(r, Each) and r.arguments[0] in contract.tensors for _, r in contract.conditions)
-    if each or any(s.values or _padded(s) for s in contract.tensors.values()):
-        # Dynamo would guard on the mode that it reads, and compile again when that changes.
-        out += ["    if not _dynamo() and (_live.watch or _contract.mode == 'values'):"]
+    if reads:
+        out += ["    if _eager and (_live.watch or _contract.mode and _contract.mode == 'values'):"]
         out += [f"        _values({{{everything}}})"]
     w.globals["_fn"] = fn
     if contract.results:
         w.globals["_result"] = _result_checker(contract)
         w.globals["_reason_of_result"] = _trace.reason_of_result(contract)
-        out += [f"    _r = {wait}_fn({call})", *_result_lines(w, contract)]
+        out += [f"    _r = {wait}_fn({call})", *returned]
         out += ["    if not _ok:", "        if _compiling():"]
         out += [
             f"            _end_graph(_reason_of_result(_described(_r), {traced}))",
@@ -65,6 +75,11 @@ def compile_guard(fn: Callable[..., Any], contract: Contract) -> Any:
     exec(compile(text, filename, "exec"), w.globals)
     contract.source = text
     return w.globals[name]
+
+
+def _tried(lines: list[str]) -> list[str]:
+    """The lines, where whatever a comparison raises is a rule that is not kept."""
+    return ["try:", *(f"    {line}" for line in lines), "except _caught:", "    _ok = False"]
 
 
 def _for_trace(w: Writer, contract: Contract) -> str:
@@ -121,6 +136,7 @@ def _body(w: Writer) -> None:
     tests: list[str] = []
     bound = {f"{s.argument}:{s.index}" for s in c.steps if s.kind == "shape" and s.case is None}
     bound |= {f"{s.argument}:{s.name}" for s in c.steps if s.kind == "variadic"}
+    used = _used(c)
     for step in (s for s in c.steps if not s.optional):
         if step.kind in ("shape", "variadic") and step.argument not in emitted:
             spec = c.tensors[step.argument]
@@ -129,7 +145,7 @@ def _body(w: Writer) -> None:
             emitted.add(step.argument)
         elif step.kind == "derive":
             assert step.expr is not None
-            if _used(step.name, c):
+            if used(step.name):
                 w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
             tests += [w.exact(d) for d in divisions(step.expr)]
             if _may_be_negative(step.expr):
@@ -138,19 +154,22 @@ def _body(w: Writer) -> None:
             w.lines.append(f"{w.local(step.name)} = {step.index}")
     for name, scalar in c.scalars.items():
         if test := _scalar(w, w.local(name), scalar):
-            tests.append(f"({name} is None or {test})" if scalar.optional else test)
+            text = f"({w.local(name)} is None or {test})" if scalar.optional else test
+            (w.always if scalar.test else tests).append(text)
     required = [s for s in c.tensors.values() if not s.optional]
     for spec in required:
         if spec.form is not None:
-            tests += w.form(spec, spec.form, bound)
+            tests += w.metadata(spec, spec.form, bound)
+            w.always += w.memory(spec, spec.form)
     tests += [t for check in c.checks if of_required(c, check.argument) for t in _equation(w, check.equation)]
     tests += _same_device(w, required)
     late: list[str] = []
     sure = {s.name for s in c.steps if not s.optional} | set(c.signature.parameters) | set(c.derive)
     for under, rule in c.conditions:
-        used = {n for r in (*under, rule) if isinstance(r, Condition | Each) for n in names(r.expr)} - {VALUE}
-        (tests if used <= sure else late).append(_rule(w, under, rule))
-    w.lines.append(f"_ok = {w.fresh(tests)}")
+        speaks = {n for r in (*under, rule) if isinstance(r, Condition | Each) for n in names(r.expr)} - {VALUE}
+        where = w.always if _recall.asks_more(under, rule) else tests if speaks <= sure else late
+        where.append(_rule(w, under, rule))
+    first = len(w.lines)
     w.done |= set(tests)
     for spec in c.tensors.values():
         if spec.form is None:
@@ -159,22 +178,22 @@ def _body(w: Writer) -> None:
             _optional(w, spec, spec.form, bound)
     if late:
         w.lines.append(f"_ok = _ok and {w.fresh(late)}")
+    _recall.settle(w, tests, first)
 
 
-def _used(name: str, c: Contract) -> bool:
+def _used(c: Contract) -> Callable[[str], bool]:
     """Whether a derived dim is needed by anything but its own equation."""
+    exprs: list[Expr | None] = []
     for spec in c.tensors.values():
-        for _, form in spec.forms:
-            exprs = [*form.sizes, *(form.strides or ()), *form.inner, *(e for _, e in form.align)]
+        for case, form in spec.forms:
+            exprs += [case, *form.sizes, *(form.strides or ()), *form.inner, *(e for _, e in form.align)]
             if _twins.reader(form.layout, form.dims) is not None:
                 exprs += [e for _, e in form.dims]
-            if any(e is not None and name in names(e) for e in exprs):
-                return True
-    others = [s.expr for s in c.steps if s.expr is not None and s.name != name]
-    others += [side for check in c.checks for side in (check.equation.left, check.equation.right)]
-    others += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition | Each)]
-    others += [e for _, s in c.tensors.items() for case, _ in s.forms if case is not None for e in (case,)]
-    return any(name in names(e) for e in others)
+    exprs += [side for check in c.checks for side in (check.equation.left, check.equation.right)]
+    exprs += [r.expr for under, rule in c.conditions for r in (*under, rule) if isinstance(r, Condition | Each)]
+    needed = {n for e in exprs if e is not None for n in names(e)}
+    steps = [(s.name, set(names(s.expr))) for s in c.steps if s.expr is not None]
+    return lambda name: name in needed or any(name in speaks for by, speaks in steps if by != name)
 
 
 def _may_be_negative(expr: Expr) -> bool:
@@ -241,7 +260,9 @@ def _optional(w: Writer, spec: TensorSpec, form: Form, bound: set[str]) -> None:
         if step.kind == "derive" and step.expr is not None:
             w.lines.append(f"{w.local(step.name)} = {w.size(step.expr)}")
             tests += [w.exact(d) for d in divisions(step.expr)]
-    tests += w.form(spec, form, bound)
+    tests += w.metadata(spec, form, bound)
+    if memory := w.memory(spec, form):
+        w.always.append(f"({spec.name} is None or {' and '.join(memory)})")
     tests += [t for check in w.contract.checks if check.argument == spec.name for t in _equation(w, check.equation)]
     tests += _device_of(w, spec)
     inner = [*w.lines[start:], f"_ok = _ok and {w.fresh(tests)}"]

@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -160,6 +160,11 @@ class Layout:
 
         Raises ``TypeError`` for a keyword that is neither, :class:`LayoutError` for numbers that contradict each other.
         """
+        if all(type(value) in _COMPARABLE for value in keywords.values()):
+            return _replaced(self, *keywords.items())
+        return self._replaced(keywords)
+
+    def _replaced(self, keywords: dict[str, Any]) -> Layout:
         changes = {k: keywords.pop(k) for k in (*RULES, "dtype", "name") if k in keywords}
         elements = read_elements(changes.pop("dtype")) if "dtype" in changes else self.elements
         name = changes.pop("name", self.name)
@@ -595,6 +600,15 @@ class Layout:
         if self.concrete:
             return f"<{self.name} {self.shape} {'|'.join(map(str, self.elements))}>"
         return f"<{self.name}: {self}; {'|'.join(map(str, self.elements))}; open: {', '.join(self.dims)}>"
+
+
+_COMPARABLE = (int, str, Name)  # equal values of these types mean the same
+
+
+@lru_cache(maxsize=1024)
+def _replaced(layout: Layout, *keywords: tuple[str, Any]) -> Layout:
+    """Contracts replace the same names of the same layouts again and again."""
+    return layout._replaced(dict(keywords))
 
 
 def _renamed(name: str, values: Mapping[str, Expr]) -> str:

@@ -224,6 +224,7 @@ def _layout_forms(argument: str, layout: Layout | Choose) -> tuple[tuple[Expr | 
     return tuple((c, layout_form(f"{argument}.{i}", case)) for i, (c, case) in enumerate(cases))
 
 
+@functools.lru_cache(maxsize=1024)
 def layout_form(prefix: str, original: Layout) -> Form:
     """The form of a layout as one argument's: names that others may not see get ``prefix`` in front."""
     private = [n for n in sorted(original._names) if n not in original.visible]

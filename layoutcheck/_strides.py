@@ -22,6 +22,11 @@ def free_dims(form: Form) -> tuple[tuple[int, ...], Expr]:
     return free, inner
 
 
+def packed(x: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether these are the strides of a tensor, where it has more than one element to count."""
+    return all(x.stride(i) == n or x.shape[i] <= 1 for i, n in enumerate(strides))
+
+
 def apart(x: torch.Tensor, free: tuple[int, ...], inner: int) -> bool:
     """Whether the free dimensions, in whatever order, leave room for ``inner`` elements and for each other."""
     return colliding(x, free, inner) is None

@@ -5,6 +5,7 @@ What is compared, in which order and on which branch, is ``_compile``'s business
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ from layoutcheck._dims import Const, Expr, Name, Op, divisions, source
 from layoutcheck._dtypes import Element
 from layoutcheck._solve import Step
 from layoutcheck._specs import Form, TensorSpec
-from layoutcheck._strides import INT32_MAX, apart, free_dims, free_inner, overlap
+from layoutcheck._strides import INT32_MAX, apart, free_dims, free_inner, overlap, packed
 
 # What a comparison on something that is no tensor, or has the wrong rank, may raise. The slow path then names it.
 CAUGHT = (AttributeError, TypeError, ValueError, ZeroDivisionError, IndexError)
@@ -53,15 +54,21 @@ class Writer:
             "_caught": CAUGHT,
             "_overlap": overlap,
             "_apart": apart,
+            "_packed": packed,
             "_agree": _manifest.agree,
             "_address": _tags.address,
             "_fact": _tags.fact,
             "_facts": _tags.facts,
         }
+        self._locals: dict[str, str] = {}
         self.lines: list[str] = []
         self.settled = {s.equation for s in contract.steps if not s.optional}
         self.settled |= {c.equation for c in contract.checks if of_required(contract, c.argument)}
         self.done: set[str] = set()  # tests made on every call: no branch repeats them
+        self.always: list[str] = []  # tests of more than metadata and scalars, which no memo answers
+        self.remembers = False  # whether the guard has a memo
+        self.kept: list[str] = []  # the scalars that it remembers
+        self.assigned: dict[str, bool] = {}  # the variables that the lines assign, and whether every call does
 
     def constant(self, value: Any) -> str:
         """A global that holds a value, one per value."""
@@ -74,9 +81,10 @@ class Writer:
 
     def local(self, name: str) -> str:
         """The variable that holds a dim or a scalar argument."""
-        if name in self.contract.signature.parameters and name not in self.contract.tensors:
-            return name
-        return "_d_" + "".join(c if c.isalnum() else "_" for c in name)
+        if (found := self._locals.get(name)) is None:
+            passed = name in self.contract.signature.parameters and name not in self.contract.tensors
+            found = self._locals[name] = name if passed else "_d_" + re.sub(r"\W", "_", name)
+        return found
 
     def size(self, expr: Expr) -> str:
         return source(expr, self.local)
@@ -153,7 +161,11 @@ class Writer:
         return " and ".join(kept) or "True"
 
     def form(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
-        """The comparisons of one form of one tensor."""
+        """The comparisons of one form of one tensor: of its metadata, and of its memory."""
+        return self.metadata(spec, form, bound) + self.memory(spec, form)
+
+    def metadata(self, spec: TensorSpec, form: Form, bound: set[str]) -> list[str]:
+        """The comparisons of dtype, shape and strides."""
         x = spec.name
         tests = []
         if form.dtypes is not None:
@@ -166,14 +178,22 @@ class Writer:
         tests += self.shape(x, form, bound)
         tests += self.strides(x, form)
         for index, size in form.align:
-            if index is None:
-                tests.append(f"(_compiling() or _address({x}) % {atom(self.size(size))} == 0)")
-            else:
+            if index is not None:
                 pitch = f"{x}.stride({index}) * {x}.element_size() % {atom(self.size(size))}"
                 tests.append(f"{pitch} == 0" if index in form.strict else f"({x}.shape[{index}] <= 1 or {pitch} == 0)")
         if form.int32:
             reach = " + ".join(f"({x}.shape[{i}] - 1) * {x}.stride({i})" for i in form.int32)
             tests.append(f"({x}.numel() == 0 or {reach} <= {INT32_MAX})")
+        return tests
+
+    def memory(self, spec: TensorSpec, form: Form) -> list[str]:
+        """The tests of where a tensor's memory begins, and of what it is known to hold."""
+        x = spec.name
+        tests = [
+            f"(_compiling() or _address({x}) % {atom(self.size(size))} == 0)"
+            for index, size in form.align
+            if index is None
+        ]
         if (reader := _twins.reader(form.layout, form.dims)) is not None:
             sizes = ", ".join([x, *(self.size(e) for _, e in form.dims)])
             tests.append(f"(_compiling() or {self.constant(reader)}({sizes}))")
@@ -210,6 +230,11 @@ class Writer:
     def strides(self, x: str, form: Form) -> list[str]:
         if form.strides is None or not form.strides:
             return []
+        exact = [self.exact(d) for s in form.strides if s is not None for d in divisions(s)]
+        if form.plain:
+            strides = "".join(f"{self.size(s)}, " for s in form.strides if s is not None).rstrip(" ")
+            tests = " and ".join([*exact, f"_packed({x}, ({strides}))"])
+            return [f"({x}.is_contiguous() or {tests} or {x}.numel() == 0)"]
         checks, in_order = [], []
         for i, stride in enumerate(form.strides):
             if stride is not None:
@@ -220,10 +245,7 @@ class Writer:
         if in_order:  # as declared, nearly always; any other order will do if elements do not overlap
             free, inner = free_dims(form)
             checks.append(f"({' and '.join(in_order)} or _apart({x}, {free}, {atom(self.size(inner))}))")
-        exact = [self.exact(d) for s in form.strides if s is not None for d in divisions(s)]
         tests = " and ".join([*exact, *checks])
-        if form.plain:
-            return [f"({x}.is_contiguous() or {tests} or {x}.numel() == 0)"]
         return [f"(({tests}) or {x}.numel() == 0)"]
 
     def floor(self, x: str, form: Form, index: int) -> str:

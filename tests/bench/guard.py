@@ -21,7 +21,7 @@ from beartype import beartype
 from jaxtyping import BFloat16, Float8e4m3fn, Int64, UInt8, jaxtyped
 from torch import Tensor
 
-from layoutcheck import E4M3, Index, Writes, contract, layout, mode
+from layoutcheck import E4M3, Index, Writes, _layout, _specs, contract, layout, mode
 
 CACHE = layout("paged.nhd")(dtype=E4M3, view="slot head head_dim", pitch={})
 SCALE = layout("mxfp8.interleaved")
@@ -225,8 +225,8 @@ def arguments(count: int, device: str, tagged: bool, page: int = 64, page_size: 
     return (k, v, loc, *caches, *scales, *(k.clone() for _ in range(count - 7)))
 
 
-def microseconds(call: Callable[[], object], number: int = 20_000, repeat: int = 9) -> float:
-    """The least of several means: what the machine does when nothing disturbs it."""
+def microseconds(call: Callable[[], object], number: int = 500, repeat: int = 60) -> float:
+    """The least of many means, each over a few milliseconds: what the machine does when nothing disturbs it."""
     return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
 
 
@@ -252,6 +252,28 @@ def look_ups() -> dict[str, Callable[[], object]]:
     }
 
 
+def stream(count: int, device: str) -> list[tuple[Tensor, ...]]:
+    """Calls of different shapes: other numbers of tokens; of a cache alone, of slots."""
+    first = arguments(count, device, False, page=1)
+    if count == 1:
+        return [(torch.empty(128 * n, 1, 1, dtype=first[0].dtype, device=device),) for n in range(1, 201)]
+    rows = [x.shape[0] == 16 for x in first]
+    return [
+        tuple(x[:1].repeat(n, *[1] * (x.ndim - 1)) if row else x for x, row in zip(first, rows, strict=True))
+        for n in range(1, 201)
+    ]
+
+
+def each(fn: Callable[..., object], calls: list[tuple[Tensor, ...]]) -> float:
+    """Microseconds for each of several calls, made one after the other."""
+
+    def run() -> None:
+        for call in calls:
+            fn(*call, page_size=128)
+
+    return microseconds(run, max(1, 500 // len(calls))) / len(calls)
+
+
 def table(count: int, device: str) -> None:
     """One table: every way to check a call of so many tensors."""
     plain, by_hand, other = WAYS[count]
@@ -260,16 +282,18 @@ def table(count: int, device: str) -> None:
     calls: dict[str, Callable[[], object]] = {
         "bare call, or mode off": lambda: plain(*tensors, page_size=128),
         "hand-written": lambda: by_hand(*tensors, page_size=128),
-        "layoutcheck, raise": lambda: fn(*tensors, page_size=128),
+        "known metadata": lambda: fn(*tensors, page_size=128),
         "   untagged buffers": lambda: fn(*foreign, page_size=128),
     }
-    number = 4_000
-    times = {name: microseconds(call, number) for name, call in calls.items()}
+    times = {name: microseconds(call) for name, call in calls.items()}
+    shapes = stream(count, device)
+    times["   shapes in turn"] = each(fn, shapes[:2])
+    times["new shapes"] = each(fn, shapes)
     with mode("warn"):
-        times["layoutcheck, warn"] = microseconds(calls["layoutcheck, raise"], number)
+        times["known metadata, warn"] = microseconds(calls["known metadata"])
     with mode("values"):
-        times["layoutcheck, values"] = microseconds(calls["layoutcheck, raise"], 100, 3)
-    times["jaxtyping + beartype"] = microseconds(lambda: other(*tensors, page_size=128), 100, 5)
+        times["known metadata, values"] = microseconds(calls["known metadata"], 10)
+    times["jaxtyping + beartype"] = microseconds(lambda: other(*tensors, page_size=128), 10)
     floor = times["bare call, or mode off"]
     base = times["hand-written"] - floor
     print(f"{count} tensors on {device}")
@@ -277,10 +301,32 @@ def table(count: int, device: str) -> None:
         print(f"   {name:<24}{time:9.2f} µs   {(time - floor) / base:8.2f} x hand-written")
 
 
-def decoration() -> float:
-    """Milliseconds to decorate the function of seven tensors: the least of several."""
+def decoration(*, first: bool) -> float:
+    """Milliseconds to decorate the function of seven tensors: the least of several.
+
+    The ``first`` time its layouts have to be computed; other functions with the same arguments find them.
+    """
     made = contract("page_size % 32 == 0", same_device=True)
-    return min(timeit.repeat(lambda: made(bare), number=1, repeat=20)) * 1e3
+
+    def forget() -> None:
+        if first:
+            _layout._replaced.cache_clear()
+            _specs.layout_form.cache_clear()
+
+    return min(timeit.repeat(lambda: made(bare), forget, number=1, repeat=40)) * 1e3
+
+
+def after_many() -> list[float]:
+    """Microseconds per call of seven tensors: the first ones, and after a million."""
+    fn = contract("page_size % 32 == 0", same_device=True)(bare)
+    tensors = arguments(7, "cpu", False)
+
+    def call() -> None:
+        fn(*tensors, page_size=128)
+
+    times = [microseconds(call)]
+    timeit.timeit(call, number=1_000_000)
+    return [*times, microseconds(call)]
 
 
 def main() -> None:
@@ -292,7 +338,9 @@ def main() -> None:
     print("guard of one buffer, by what is compared with its tag")
     for name, call in look_ups().items():
         print(f"   {name:<24}{microseconds(call):9.2f} µs")
-    print(f"decoration: {decoration():.2f} ms per contract of seven tensors")
+    print("seven tensors, at first {:.2f} µs, after a million calls {:.2f} µs".format(*after_many()))
+    for text, first in (("with layouts that were used before", False), ("with new layouts", True)):
+        print(f"decoration {text}: {decoration(first=first):.2f} ms per contract of seven tensors")
 
 
 if __name__ == "__main__":

@@ -155,3 +155,24 @@ def test_a_compiled_guard_on_the_gpu(options):
     wanted = call() | {"k": given["k"]}
     bare(**wanted)
     assert torch.equal(given["k_cache"].view(torch.uint8), wanted["k_cache"].view(torch.uint8))
+
+
+def test_a_known_call_is_compared_again_on_another_device():
+    def refused(given: dict[str, Tensor]) -> bool:
+        try:
+            guarded(**given)
+        except LayoutError:
+            return True
+        return False
+
+    memo = guarded.__globals__["_memo"]
+    memo.__init__()
+    given = call()
+    assert not refused(given)
+    assert memo.entries
+    for other in ("cpu", "meta", *(f"cuda:{i}" for i in range(1, torch.cuda.device_count()))):
+        for name in given:
+            assert refused({**given, name: given[name].to(other)}), (name, other)
+    assert not refused(given)
+    for i in range(1, torch.cuda.device_count()):
+        assert not refused(call(f"cuda:{i}"))
