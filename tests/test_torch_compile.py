@@ -140,7 +140,28 @@ def test_aot_autograd_and_inductor_take_a_guarded_function():
         torch.testing.assert_close(got, want)
 
 
+def test_guards_share_no_frame_that_dynamo_would_compile_again():
+    """jaxtyping's issue 384: one wrapper's code for all functions, whose recompilations reach Dynamo's limit."""
+
+    def broken(size: int) -> Callable[[Tensor], Tensor]:
+        def plus(x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()  # what follows, and the guard around it, are frames of their own
+            return x + size
+
+        plus.__code__ = plus.__code__.replace(co_firstlineno=size)  # different functions
+        return guard(plus, x=Float[Tensor, str(size)])
+
+    count = torch._dynamo.config.recompile_limit + 4
+    guards = [broken(size) for size in range(2, 2 + count)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for size, fn in enumerate(guards, 2):
+            result = torch.compile(fn, backend="eager")(torch.zeros(size))
+            assert torch.equal(result, torch.full((size,), float(size)))
+
+
 def test_a_guarded_method_of_a_module_compiles():
+    """jaxtyping's issue 235: a module whose methods are checked does not compile."""
+
     class Store(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
