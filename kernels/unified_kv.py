@@ -205,6 +205,16 @@ def _listed_rows(kv, slot, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _listed_codes(kv, slot, live, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """FP8 rows by their groups [slot, group, 64]; zeros where a slot is not live.
+
+    In this shape the lanes of a warp go down the slots, and dequantised rows reach shared memory without conflicts.
+    """
+    d = tl.arange(0, BLOCK_D // GROUP)[None, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+    return tl.load(kv + slot_offset(slot[:, None, None], d, DIM=DIM), live[:, None, None] & (d < DIM), other=0.0)
+
+
+@triton.jit
 def _listed_scales(
     kv_scale, slot, live, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -216,8 +226,9 @@ def _listed_scales(
 
 @triton.jit
 def _dequantized(codes, scale, dtype: tl.constexpr):
-    groups = tl.reshape(codes.to(tl.float32), (codes.shape[0], codes.shape[1] // GROUP, GROUP)) * scale[:, :, None]
-    return tl.reshape(groups, codes.shape).to(dtype)
+    """Rows [slot, dim] of codes [slot, group, 64] and scales [slot, group]."""
+    rows = (codes.to(tl.float32) * scale[:, :, None]).to(dtype)
+    return tl.reshape(rows, (codes.shape[0], codes.shape[1] * GROUP))
 
 
 @triton.jit
@@ -261,16 +272,19 @@ def _attend_kernel(
 
     at = begin + tl.arange(0, BLOCK_N)
     slot = tl.load(indices + at, at < end, other=0)
-    rows = _listed_rows(kv, slot, at < end, DIM, BLOCK_D)
-    if kv_scale is not None:
+    if kv_scale is None:
+        rows = _listed_rows(kv, slot, at < end, DIM, BLOCK_D)
+    else:
         scale = _listed_scales(kv_scale, slot, at < end, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
-        rows = _dequantized(rows, scale, q.dtype.element_ty)
+        rows = _dequantized(_listed_codes(kv, slot, at < end, DIM, BLOCK_D), scale, q.dtype.element_ty)
     slot = tl.load(indices + BLOCK_N + at, at < end - BLOCK_N, other=0)
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         # While this tile is used, the rows of the next and the slots of the one after it are on their way.
-        more = _listed_rows(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
-        if kv_scale is not None:
+        if kv_scale is None:
+            more = _listed_rows(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
+        else:
+            more = _listed_codes(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
             scale = _listed_scales(kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
         slot = tl.load(indices + 2 * BLOCK_N + at, at < end - 2 * BLOCK_N, other=0)
         logits = _product(queries, tl.trans(rows), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), SWAP) * score_scale
