@@ -24,7 +24,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from layoutcheck import _mode, _solve, _specs, _trace
+from layoutcheck import _entries, _mode, _solve, _specs, _trace
 from layoutcheck._choose import Choose
 from layoutcheck._dims import arguments, brief, names
 from layoutcheck._errors import LayoutError, Violation
@@ -156,9 +156,11 @@ class Contract:
                 for axis in value.axes if isinstance(value, Finite) else ():
                     if not all(axis in form.axes for _, form in spec.forms):
                         raise TypeError(f"{self.name}: Finite: {axis!r} is no axis of {spec.name}")
-                for name in (n for e in value.exprs for n in names(e)):
+                for name in (n for e in value.exprs for n in (*names(e), *arguments(e))):
                     if name not in dims and name not in parameters and name != "index":
                         raise TypeError(f"{self.name}: {type(value).__name__}: {_unknown(name, [*dims, *parameters])}")
+        for mistake in _entries.mistakes(self.tensors):
+            raise TypeError(f"{self.name}: Index: {mistake}")
 
     def sightings(self) -> dict[str, list[str]]:
         """For each visible dim, where it is seen: arguments whose form or equations speak of it, and rules."""

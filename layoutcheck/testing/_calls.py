@@ -17,7 +17,7 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from layoutcheck import _dtypes
+from layoutcheck import _dtypes, _entries
 from layoutcheck._choose import Choose
 from layoutcheck._contract import Contract, _tensor_contract
 from layoutcheck._dims import Const, Expr, Op, evaluate, names, substitute
@@ -106,6 +106,10 @@ class _Source:
         self.choices = [st.sampled_from(group) for group in self.cases.groups]
         self.plans: dict[Any, tuple[Plan, dict[str, Form], list[Expr]]] = {}
         self.written_at = {s.writes.at for s in contract.tensors.values() if s.writes and s.writes.at}
+        self.order = _entries.told_first(contract.tensors)
+        self.tellers = {
+            n for s in contract.tensors.values() for r in s.values for n in _entries.told_by(r, contract.tensors)
+        }
         known = {*contract.specs, *contract.signature.parameters, *_names(contract)}
         if strange := [n for n in bounds if n not in known]:
             raise TypeError(f"{contract.name}: {strange[0]!r} is neither a size nor an argument here")
@@ -180,10 +184,16 @@ class _Source:
         seed = draw(_integers(0, 2**16 - 1))
         style = draw(_integers(0, 8 ** len(forms) - 1))
         rnd = random.Random(seed)
-        recipes = {}
-        for i, (name, form) in enumerate(forms.items()):
-            recipes[name] = self._recipe(draw, name, form, case, sizes, seed and seed + i, style // 8**i % 8, rnd)
-        built: dict[str, Any] = {n: r.build() for n, r in recipes.items()}
+        recipes: dict[str, Recipe] = {}
+        built: dict[str, Any] = {}
+        numbers = {name: i for i, name in enumerate(forms)}
+        for name in (n for n in self.order if n in forms):
+            i = numbers[name]
+            recipes[name] = self._recipe(
+                draw, name, forms[name], case, sizes, seed and seed + i, style // 8**i % 8, rnd, built
+            )
+            built[name] = recipes[name].build()
+        recipes = {name: recipes[name] for name in forms}
         tag(self.contract, built, sizes)
         everything = self._arguments(draw, case, sizes, built)
         for condition in late:
@@ -245,7 +255,7 @@ class _Source:
 
     def _recipe(
         self, draw: st.DrawFn, name: str, form: Form, case: Case, sizes: dict[str, Any], seed: int, style: int,
-        rnd: random.Random,
+        rnd: random.Random, built: Mapping[str, Any],
     ) -> Recipe:  # fmt: skip
         dtype = case.dtypes[name]
         shape = [draw(_integers(1, 3)) if s is None else int(evaluate(s, sizes)) for s in form.sizes]
@@ -266,11 +276,14 @@ class _Source:
         padding = None
         if form.layout is not None and form.layout.rules.pad and form.layout.rules.fill is not None:
             padding = form.layout(**{d: int(evaluate(e, sizes)) for d, e in form.dims})
-        content: Any = seed if self.data or padding is not None else None
+        content: Any = seed if self.data or padding is not None or name in self.tellers else None
         count = math.prod(shape)
         for rule in self.contract.tensors[name].values:
             if isinstance(rule, Index):
-                content = index_values(rule, count, sizes, rnd, rule.unique or name in self.written_at, bool(seed))
+                read = _entries.live(rule, shape, self.contract.tensors, sizes, built)
+                indptr = None if rule.segment_of is None else built.get(rule.segment_of)
+                unique = rule.unique or name in self.written_at
+                content = index_values(rule, read, sizes, rnd, unique, bool(seed), indptr)
             elif isinstance(rule, Indptr):
                 content = indptr_values(rule, count, sizes, rnd)
             elif isinstance(rule, Finite):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _tags
+from layoutcheck import _entries, _tags
 from layoutcheck._contract import Contract
 from layoutcheck._dims import Const, Name, Op, evaluate, parse_condition
 from layoutcheck._rules import Condition, Forbids, Index, Indptr, Needs, Together
@@ -34,6 +34,14 @@ def skipped(rule: Index, values: torch.Tensor, sizes: Mapping[str, Any]) -> torc
     return mask(parse_condition(f"index {rule.skip}"), {**sizes, "index": values})
 
 
+def selects(
+    rule: Index, index: torch.Tensor, contract: Contract, sizes: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> torch.Tensor:
+    """Which entries of an index, in row-major order, select something: those that are read and not skipped."""
+    read = _entries.live(rule, index.shape, contract.tensors, sizes, arguments)
+    return read.reshape(-1) & ~skipped(rule, index.reshape(-1), sizes)
+
+
 def skipped_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
     """Some values that the callable ignores."""
     options = torch.tensor((-1, 0, -2))
@@ -41,9 +49,30 @@ def skipped_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
 
 
 def index_values(
+    rule: Index,
+    read: torch.Tensor,
+    sizes: Mapping[str, Any],
+    rnd: random.Random,
+    unique: bool,
+    mixed: bool,
+    indptr: torch.Tensor | None = None,
+) -> tuple[int, ...]:
+    """Values that keep an index rule, one for each entry; ``read`` is true for those that the callable reads.
+
+    ``indptr`` is the prefix sum whose segments they name, if they do. Where ``mixed``, skipped values are among them,
+    and what is not read may be out of range.
+    """
+    if indptr is None:
+        chosen = iter(_read_values(rule, int(read.sum()), sizes, rnd, unique, mixed))
+    else:
+        chosen = iter(_segment_values(rule, read, sizes, indptr))
+    dead = (-1, int(evaluate(rule.stop, sizes)), 2**30, 0) if mixed else (0,)
+    return tuple(next(chosen) if r else rnd.choice(dead) for r in read.reshape(-1).tolist())
+
+
+def _read_values(
     rule: Index, count: int, sizes: Mapping[str, Any], rnd: random.Random, unique: bool, mixed: bool
 ) -> tuple[int, ...]:
-    """``count`` values that keep an index rule; skipped ones among them where ``mixed``."""
     live, ignored = live_values(rule, sizes), skipped_values(rule, sizes)
     if not count:
         return ()
@@ -62,6 +91,13 @@ def index_values(
         result = [rnd.choice(ignored) if rnd.random() < 0.2 else v for v in result]
     rnd.shuffle(result)
     return tuple(result)
+
+
+def _segment_values(rule: Index, read: torch.Tensor, sizes: Mapping[str, Any], indptr: torch.Tensor) -> tuple[int, ...]:
+    own = _entries.segments(len(read), indptr).reshape(-1, *[1] * (read.dim() - 1)).expand(read.shape)[read].tolist()
+    if not set(own) <= set(live_values(rule, sizes)):
+        raise Impossible("more segments than the index may name")
+    return tuple(own)
 
 
 def indptr_values(rule: Indptr, count: int, sizes: Mapping[str, Any], rnd: random.Random) -> tuple[int, ...]:

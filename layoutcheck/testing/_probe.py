@@ -28,7 +28,7 @@ from layoutcheck.layouts import entries
 from layoutcheck.testing._call import Call
 from layoutcheck.testing._calls import calls
 from layoutcheck.testing._child import in_child
-from layoutcheck.testing._contents import skipped
+from layoutcheck.testing._contents import selects
 from layoutcheck.testing._guard import contract_of
 from layoutcheck.testing._memory import tensor
 from layoutcheck.testing._redzones import Zone, _size
@@ -177,8 +177,9 @@ def _coordinates(call: Call, argument: str, source: str, layout: Layout) -> torc
             return None
         free.remove(i)
         rows = value.shape[i] // len(index)
-        chosen = index[grids[i] // rows]
-        selected &= ~skipped(rule, chosen, call.sizes)
+        entry = grids[i] // rows
+        chosen = index[entry]
+        selected &= selects(rule, call.arguments[at], call.contract, call.sizes, call.everything)[entry]
         inner = layout.values_of(axis.name) // max(1, layout.values_of(node.name))
         columns[k] = chosen if inner == 1 else chosen * inner + grids[i] % rows
     for k, axis in enumerate(layout.axes):
@@ -202,8 +203,10 @@ def _rule(call: Call, at: str) -> Index | None:
 
 
 def _live(call: Call, at: str) -> list[int]:
-    rule, index = _rule(call, at), call.arguments[at].reshape(-1)
-    return [] if rule is None else index[~skipped(rule, index, call.sizes)].tolist()
+    rule, index = _rule(call, at), call.arguments[at]
+    if rule is None:
+        return []
+    return index.reshape(-1)[selects(rule, index, call.contract, call.sizes, call.everything)].tolist()  # type: ignore[no-any-return]
 
 
 # --- where it landed --------------------------------------------------------------------------------------------------

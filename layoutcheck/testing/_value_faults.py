@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _index
+from layoutcheck import _entries, _index
 from layoutcheck._call import layout_dims
 from layoutcheck._dims import evaluate
 from layoutcheck._rules import Finite, Index, Indptr
@@ -32,7 +32,7 @@ def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
     value = valid.arguments[name]
     for rule in valid.contract.tensors[name].values:
         if value.numel() and isinstance(rule, Index):
-            for kind, change in _index_faults(rule, value, valid.sizes):
+            for kind, change in _index_faults(rule, value, valid):
                 yield fault(kind, change)
         elif value.numel() and isinstance(rule, Indptr):
             for kind, change in _indptr_faults(rule, value, valid.sizes):
@@ -51,17 +51,28 @@ def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
 Change = tuple[str, Callable[[torch.Tensor], Any]]
 
 
-def _index_faults(rule: Index, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
+def _index_faults(rule: Index, value: torch.Tensor, valid: Call) -> Iterator[Change]:
+    """Changes of entries that are read: no other can be wrong."""
+    sizes = valid.sizes
+    read = _entries.live(rule, value.shape, valid.contract.tensors, sizes, valid.everything).reshape(-1)
+    places = read.nonzero().reshape(-1).tolist()
+    if not places:
+        return
+    last = places[-1]
     stop, start = int(evaluate(rule.stop, sizes)), int(evaluate(rule.start, sizes))
     wrong = {"index_out_of_range": stop, "index_far_out_of_range": stop + 2**30, "index_below_range": start - 1}
     for kind, number in wrong.items():
         if not skipped(rule, torch.tensor([number]), sizes).any():
-            yield kind, partial(_set, at=-1, number=number)
-    live = set(live_values(rule, sizes))
+            yield kind, partial(_set, at=last, number=number)
+    live = live_values(rule, sizes)
     flat = value.reshape(-1).tolist()
-    first = next((i for i, v in enumerate(flat) if v in live), None)
-    if rule.unique and first is not None and len(flat) > 1:
-        other = (first + 1) % len(flat)
+    if rule.segment_of is not None and valid.everything.get(rule.segment_of) is not None:
+        near = next((n for n in (flat[last] + 1, flat[last] - 1) if n in live), None)
+        if near is not None:
+            yield "index_of_a_neighbouring_segment", partial(_set, at=last, number=near)
+    first = next((i for i in places if flat[i] in set(live)), None)
+    if rule.unique and first is not None and len(places) > 1:
+        other = places[(places.index(first) + 1) % len(places)]
         yield "duplicate_index", lambda made: _set(made, other, flat[first])
 
 

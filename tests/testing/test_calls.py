@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-from jaxtyping import BFloat16, Float32, Int32, Int64
+from jaxtyping import BFloat16, Bool, Float32, Int32, Int64
 from torch import Tensor
 
 import layoutcheck
@@ -164,6 +164,50 @@ def test_rules_of_presence_words_numbers_and_values_hold():
 
     for_each(calls(attend), look, 150)
     assert {True, False, "x", "y", torch.bfloat16, torch.float8_e4m3fn} <= set(seen)
+
+
+# The index comes first, so that what tells of it is drawn before it all the same.
+@contract
+def ragged(
+    seq_index: Annotated[Int32[Tensor, "token"], Index("seq", segment_of="cu_seqlens")],
+    cu_seqlens: Annotated[Int64[Tensor, "seq+1"], Indptr("token", capacity=True)],
+    table: Annotated[Int32[Tensor, "seq width"], Index("page", live="cdiv(lens, page_size)")],
+    lens: Annotated[Int32[Tensor, "seq"], Index("width * page_size + 1")],
+    rows: Annotated[Int64[Tensor, "seq two"], Index("token", live="mask and slot >= 0")],
+    slot: Annotated[Int64[Tensor, "seq"], Index("page", skip="< 0", live="mask", unique=True)],
+    mask: Bool[Tensor, "seq"],
+    kept: Annotated[Int64[Tensor, "entry"], Index("page", live="cu_seqlens")] | None = None,
+    *,
+    page: int,
+    page_size: int,
+) -> None: ...
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_indices_that_others_tell_of_follow_them_and_hold_garbage_where_nothing_is_read(data):
+    seen: Counter[str] = Counter()
+
+    def look(call: Any) -> None:
+        a = call.arguments
+        assert refused(ragged, a) == (), call
+        last = int(a["cu_seqlens"][-1])
+        seen["an empty segment"] += last > 0 and 0 in a["cu_seqlens"].diff()
+        seen["several segments"] += len(a["seq_index"][:last].unique()) > 1
+        seen["garbage behind the segments"] += bool((a["seq_index"][last:] > 2**29).any())
+        seen["a negative page"] += bool((a["table"] == -1).any())
+        seen["a page past the end"] += bool((a["table"] == a["page"]).any())
+        seen["garbage in rows"] += bool((a["rows"][~a["mask"]] > 2**29).any())
+        seen["rows that are read"] += bool(a["mask"].any())
+        seen["a slot twice where it is not read"] += bool((a["slot"].unique(return_counts=True)[1] > 1).any())
+        seen["entries behind a prefix sum"] += a["kept"] is not None and bool((a["kept"] > 2**29).any())
+
+    for_each(calls(ragged, data=data), look, 300)
+    missing = {
+        "an empty segment", "several segments", "garbage behind the segments", "a negative page",
+        "a page past the end", "garbage in rows", "rows that are read", "a slot twice where it is not read",
+        "entries behind a prefix sum",
+    } - {edge for edge, n in seen.items() if n}  # fmt: skip
+    assert not missing
 
 
 @given(calls(store, head=(2, 3), page_size=64, k_cache=torch.float8_e4m3fn, v_scale=None, token=5))
