@@ -370,15 +370,18 @@ Cache = Annotated[Tensor, CACHE, Writes(at="loc")]
 Scale = Annotated[Tensor, SCALE, Writes(at="loc")]
 Window = Annotated[Tensor, WINDOW, Writes()]
 Factor = Annotated[Tensor, _each("q_factor", "token", FP32)]
+TRACK = "track_mask and cache_indices >= 0"
+TRACKED = Index("pool", skip="< 0", unique=True, apart_from="cache_indices", live=TRACK)
 TokenPool = Annotated[Tensor, _each("cache_indices", "token", INT32, INT64), Index("pool", skip="== -1", unique=True)]
 TokenMask = Annotated[Tensor, _each("mask", "token", torch.bool)]
-TokenTrack = Annotated[Tensor, _each("track_indices", "token", INT64)]
+TokenTrack = Annotated[Tensor, _each("track_indices", "token", INT64), TRACKED]
 SeqPool = Annotated[Tensor, _each("cache_indices", "seq", INT32, INT64), Index("pool", skip="== -1", unique=True)]
+ReadPool = Annotated[Tensor, _each("cache_indices", "seq", INT32, INT64), Index("pool", skip="== -1")]
 SeqMask = Annotated[Tensor, _each("mask", "seq", torch.bool)]
 CuSeqlens = Annotated[Tensor, _each("cu_seqlens", "bound", INT32, INT64)(bound="seq + 1"), Indptr("token")]
 SeqIndex = Annotated[Tensor, _each("seq_index", "token", INT32, INT64), Index("seq", segment_of="cu_seqlens")]
-TrackRows = Annotated[Tensor, TRACK_ROWS, Index("token")]
-SeqTrack = Annotated[Tensor, _each("track_indices", "seq", INT64)]
+TrackRows = Annotated[Tensor, TRACK_ROWS, Index("token", live=f"{TRACK} and track_indices >= 0")]
+SeqTrack = Annotated[Tensor, _each("track_indices", "seq", INT64), TRACKED]
 
 RULES = (
     "dq % 128 == 0",
@@ -520,7 +523,7 @@ def fused_prologue_verify(
     k_gamma: Gamma,
     k_conv: Conv,
     v_conv: Conv,
-    cache_indices: SeqPool,
+    cache_indices: ReadPool,
     cache_mask: SeqMask,
     k_window: Window,
     v_window: Window,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from layoutcheck._dims import Expr, Op, brief, evaluate, is_size, names
+from layoutcheck._dims import Expr, Op, brief, evaluate, is_size, names, parse_condition
 from layoutcheck._rules import Index, Indptr
 from layoutcheck._specs import TensorSpec
 
@@ -36,11 +36,14 @@ def truths(expr: Expr, values: Mapping[str, Any], arguments: Mapping[str, Any] |
 
 
 def told_by(rule: Any, tensors: Tensors) -> list[str]:
-    """The tensors that say which entries of an index count, or what they are."""
-    if not isinstance(rule, Index):
-        return []
-    found = [] if rule.live is None else [n for n in names(rule.live) if n in tensors]
-    return list(dict.fromkeys([*found, *([] if rule.segment_of is None else [rule.segment_of])]))
+    """The tensors that a rule compares an index or a prefix sum with, or that say which entries are read."""
+    found: list[str] = []
+    if isinstance(rule, Index):
+        found += [] if rule.live is None else names(rule.live)
+        found += [n for n in (rule.apart_from, rule.segment_of) if n is not None]
+    elif isinstance(rule, Indptr):
+        found += [] if rule.longest is None else names(rule.longest)
+    return [n for n in dict.fromkeys(found) if n in tensors]
 
 
 def told_first(tensors: Tensors) -> list[str]:
@@ -50,8 +53,8 @@ def told_first(tensors: Tensors) -> list[str]:
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
             circle = above[above.index(name) :]
-            say = "say of each other" if circle[1:] else "says of itself"
-            raise ValueError(f"{' and '.join(circle)} {say} which entries are read")
+            each = "each other" if circle[1:] else "itself"
+            raise ValueError(f"the rules of {' and '.join(circle)} speak of {each}")
         for other in (n for rule in tensors[name].values for n in told_by(rule, tensors)):
             visit(other, (*above, name))
         if name not in order:
@@ -70,7 +73,7 @@ def live(
     arguments: Mapping[str, Any],
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """True for each entry of an index of that shape which the callable reads; all, where the teller is not given."""
+    """True for each entry of an index of that shape which the callable reads; all, where nothing given says which."""
     every = torch.ones(tuple(shape), dtype=torch.bool, device=device)
     if rule.segment_of is not None and (indptr := arguments.get(rule.segment_of)) is not None:
         every[_last(indptr) :] = False
@@ -78,9 +81,8 @@ def live(
         return every
     assert rule.live is not None
     known = dict(values)
-    for name in told_by(rule, tensors):
-        if (teller := arguments.get(name)) is None:
-            continue
+    for name in (n for n in names(rule.live) if n in tensors):
+        teller = arguments[name]
         known[name] = _last(teller) if is_indptr(tensors[name]) else teller.to(device)
     found = (evaluate if is_size(rule.live) else truths)(rule.live, known, arguments)
     if isinstance(found, torch.Tensor) and found.dtype == torch.bool:
@@ -92,6 +94,32 @@ def live(
 def limited(rule: Index, tensors: Tensors, arguments: Mapping[str, Any]) -> bool:
     """Whether a call says which entries are read: every tensor of which ``live`` speaks is given."""
     return rule.live is not None and all(arguments.get(n) is not None for n in names(rule.live) if n in tensors)
+
+
+def counts(name: str, tensors: Tensors, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> torch.Tensor:
+    """True for each entry of an index argument that is read and not skipped."""
+    index = arguments[name]
+    kept = torch.ones(index.shape, dtype=torch.bool, device=index.device)
+    for rule in tensors[name].values:
+        if isinstance(rule, Index):
+            kept &= live(rule, index.shape, tensors, values, arguments, index.device) & ~skipped(rule, index, values)
+    return kept
+
+
+def skipped(rule: Index, index: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
+    """True for each value that the callable ignores."""
+    if rule.skip is None:
+        return torch.zeros_like(index, dtype=torch.bool)
+    found = truths(parse_condition(f"index {rule.skip}"), {**values, "index": index})
+    return found if isinstance(found, torch.Tensor) else torch.full_like(index, found, dtype=torch.bool)
+
+
+def longest(rule: Indptr, values: Mapping[str, Any], arguments: Mapping[str, Any], tensors: Tensors) -> Any:
+    """What no step of a prefix sum may pass: a number, or a tensor with one for each step; None where there is none."""
+    tellers = told_by(rule, tensors)
+    if rule.longest is None or any(arguments.get(n) is None for n in tellers):
+        return None
+    return evaluate(rule.longest, {**values, **{n: arguments[n] for n in tellers}})
 
 
 def segments(count: int, indptr: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -125,9 +153,10 @@ def mistakes(tensors: Tensors) -> Iterator[str]:
 
 
 def _mistakes(spec: TensorSpec, rule: Index, tensors: Tensors) -> Iterator[str]:
-    other = rule.segment_of
-    if other is not None and not (other in tensors and is_indptr(tensors[other])):
-        yield f"segment_of={other!r}: {other} is no tensor with an Indptr rule"
+    for field, kind in (("segment_of", Indptr), ("apart_from", Index)):
+        other = getattr(rule, field)
+        if other is not None and not (other in tensors and any(isinstance(r, kind) for r in tensors[other].values)):
+            yield f"{field}={other!r}: {other} is no tensor with an {kind.__name__} rule"
     if rule.live is None or spec.form is None or spec.form.variadic:
         return
     sizes = spec.form.sizes

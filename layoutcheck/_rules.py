@@ -15,7 +15,7 @@ class Index:
 
     ``stop`` is a size, usually a dim's name: ``Index("slot")``. ``skip`` is a comparison that marks values the kernel
     ignores: ``skip="<= 0"``, ``skip="== -1 and skip_negative"``. ``unique``: no value that is not skipped may occur
-    twice. Checked in ``values`` mode.
+    twice. ``apart_from`` names another index of which no value may be one of this. Checked in ``values`` mode.
 
     ``live`` says which entries the kernel reads, from other arguments and sizes; the others may hold anything. It is a
     condition on tensors that have a value for each row, ``live="mask"`` or ``live="mask and slot >= 0"``; or how many
@@ -31,6 +31,7 @@ class Index:
     start: Expr
     skip: str | None
     unique: bool
+    apart_from: str | None
     live: Expr | None
     segment_of: str | None
 
@@ -41,13 +42,15 @@ class Index:
         start: str | int = 0,
         skip: str | None = None,
         unique: bool = False,
+        apart_from: str | None = None,
         live: str | None = None,
         segment_of: str | None = None,
     ) -> None:
         if skip is not None:
             parse_condition(f"index {skip}")
         values: dict[str, Any] = dict(stop=parse(stop), start=parse(start), skip=skip, unique=unique)
-        values |= dict(live=None if live is None else parse_either(live), segment_of=segment_of)
+        values |= dict(apart_from=apart_from, segment_of=segment_of)
+        values |= dict(live=None if live is None else parse_either(live))
         for field, value in values.items():
             object.__setattr__(self, field, value)
 
@@ -56,8 +59,8 @@ class Index:
         """What the rule is computed from; ``index`` stands for a value."""
         skip = () if self.skip is None else (parse_condition(f"index {self.skip}"),)
         live = () if self.live is None else (self.live,)
-        segment = () if self.segment_of is None else (Name(self.segment_of),)
-        return (self.start, self.stop, *skip, *live, *segment)
+        others = (Name(n) for n in (self.apart_from, self.segment_of) if n is not None)
+        return (self.start, self.stop, *skip, *live, *others)
 
 
 @dataclass(frozen=True, init=False)
@@ -65,7 +68,7 @@ class Indptr:
     """A prefix sum: starts at 0, never decreases, ends at ``stop`` (at most there, if ``capacity``).
 
     ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. ``longest`` is a size that
-    no difference of neighbours may pass. Checked in ``values`` mode.
+    no difference of neighbours may pass, or a tensor with such a size for each. Checked in ``values`` mode.
     """
 
     stop: Expr

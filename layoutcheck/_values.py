@@ -49,14 +49,16 @@ def _of_tensor(
     if not _has_data(tensor):
         return
     for rule in spec.values:
+        tellers = _entries.told_by(rule, contract.tensors)
+        given = [v for n in tellers if (v := arguments.get(n)) is not None]
+        if wrong.intersection(tellers) or not all(map(_has_data, given)):
+            continue
         match rule:
             case Index():
-                tellers = _entries.told_by(rule, contract.tensors)
-                given = [v for n in tellers if (v := arguments.get(n)) is not None]
-                if not wrong.intersection(tellers) and all(map(_has_data, given)):
-                    yield from _index_values(contract, name, rule, tensor, values, arguments)
+                yield from _index_values(contract, name, rule, tensor, values, arguments)
             case Indptr():
-                yield from _indptr(name, rule, tensor, values)
+                longest = _entries.longest(rule, values, arguments, contract.tensors)
+                yield from _indptr(name, rule, tensor, values, longest)
             case Finite() if (case := case_of(spec, values, arguments)) is not None:
                 if (v := _finite(name, spec.forms[case][1], rule, tensor, values)) is not None:
                     yield v
@@ -83,9 +85,7 @@ def _index_values(
     """Index rules, on the entries that are live and not skipped."""
     flat, device = tensor.reshape(-1), tensor.device
     live = _entries.live(rule, tensor.shape, contract.tensors, values, arguments, device).reshape(-1)
-    kept = live
-    if rule.skip is not None:
-        kept = live & ~_mask(parse_condition(f"index {rule.skip}"), {**values, "index": flat})
+    kept = live & ~_entries.skipped(rule, flat, values)
     outside = _out_of_range(contract, name, rule, tensor, live, kept, values, arguments)
     if outside is not None:
         yield outside
@@ -101,6 +101,35 @@ def _index_values(
                 f"give each row a slot of its own in {name}: of two writes to one slot either may win",
                 headline=f"{name} has {len(twice)} {'value' if len(twice) == 1 else 'values'} more than once",
             )  # fmt: skip
+    if rule.apart_from is not None and arguments.get(rule.apart_from) is not None:
+        yield from _shared(contract, name, rule.apart_from, tensor, kept, values, arguments)
+
+
+def _shared(
+    contract: Contract,
+    name: str,
+    other: str,
+    tensor: torch.Tensor,
+    kept: torch.Tensor,
+    values: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Iterator[Violation]:
+    """The first value of an index that is also one of another index from which it must be apart."""
+    others = arguments[other]
+    counts = _entries.counts(other, contract.tensors, values, arguments)
+    flat = tensor.reshape(-1)
+    both = (kept & torch.isin(flat, others[counts].to(tensor.device))).nonzero()
+    if len(both):
+        at = int(both[0])
+        value = int(flat[at])
+        where = int((counts & (others == value)).reshape(-1).nonzero()[0])
+        got = f"{name}{_place(tensor, at)} = {value} = {other}{_place(others, where)}"
+        count = f"{len(both)} {'value' if len(both) == 1 else 'values'}"
+        yield Violation(
+            name, "value", f"no value of {other}", got, None,
+            f"give each row a slot of its own in {name} and {other}: of two writes to one slot either may win",
+            headline=f"{name} has {count} of {other}",
+        )  # fmt: skip
 
 
 def _out_of_range(
@@ -216,7 +245,9 @@ def _place(tensor: torch.Tensor, at: int) -> str:
     return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)])
 
 
-def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
+def _indptr(
+    name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, Any], longest: Any
+) -> Iterator[Violation]:
     stop = evaluate(rule.stop, values)
     flat = tensor.reshape(-1)
     fix = f"compute {name} as the prefix sum of the lengths, with a 0 in front"
@@ -225,7 +256,8 @@ def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, 
         yield Violation(name, "value", f"{name}[0] = 0", got, None, fix, headline=f"{name} does not start at 0")
         return
     steps = flat[1:] - flat[:-1]
-    longest = None if rule.longest is None else evaluate(rule.longest, values)
+    if isinstance(longest, torch.Tensor):
+        longest = longest.to(tensor.device)
     if len(falls := (steps < 0).nonzero()):
         at = int(falls[0])
         got = f"{name}[{at}] = {int(flat[at])}, {name}[{at + 1}] = {int(flat[at + 1])}"
@@ -234,9 +266,15 @@ def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, 
         assert rule.longest is not None
         at = int(long[0])
         got = f"{name}[{at + 1}] - {name}[{at}] = {int(steps[at])}"
-        wanted = f"no step above {_sized(rule.longest, values)}"
-        yield Violation(name, "value", wanted, got, None, f"raise {brief(rule.longest)}, or split the sequence",
-                        headline=f"{name} has a step that is too long")  # fmt: skip
+        if isinstance(longest, torch.Tensor):
+            wanted = f"{name}[{at + 1}] - {name}[{at}] <= {int(longest[at])} ({brief(rule.longest)})"
+            shorter = f"compute {name} from lengths that are at most {brief(rule.longest)}"
+        else:
+            wanted = f"no step above {_sized(rule.longest, values)}"
+            shorter = f"raise {brief(rule.longest)}, or split the sequence"
+        yield Violation(
+            name, "value", wanted, got, None, shorter, headline=f"{name} has a step that is too long"
+        )  # fmt: skip
     last = int(flat[-1])
     if last > stop or (last != stop and not rule.capacity):
         wanted = f"{name}[-1] {'<=' if rule.capacity else '='} {_sized(rule.stop, values)}"

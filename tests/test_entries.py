@@ -174,6 +174,41 @@ def test_tellers_without_data_leave_an_index_unchecked():
     assert found(attend, ints([9, 9]), ints(20).to("meta")) == []
 
 
+# --- other arguments' values ------------------------------------------------------------------------------------------
+
+
+def test_two_indices_that_are_apart_share_no_value_that_is_read():
+    @contract
+    def f(
+        track: Annotated[Int64[Tensor, "n"], Index("pool", skip="< 0", apart_from="own")],
+        own: Annotated[Int64[Tensor, "m"], Index("pool", live="mask")],
+        mask: Bool[Tensor, "m"],
+        pool: int = 9,
+    ) -> None: ...
+
+    own, mask = torch.tensor([5, 4, 5]), torch.tensor([False, True, True])
+    assert found(f, torch.tensor([-1, 3, 3]), own, mask) == []
+    assert found(f, torch.tensor([5]), own, torch.tensor([False, True, False])) == []
+    (violation,) = found(f, torch.tensor([-1, 5, 4]), own, mask)
+    assert violation.headline == "track has 2 values of own"
+    assert violation.got == "track[1] = 5 = own[2]"
+
+
+def test_steps_of_a_prefix_sum_are_at_most_as_long_as_another_argument_says():
+    @contract
+    def f(
+        query_start: Annotated[Int32[Tensor, "seq+1"], Indptr("token", capacity=True, longest="seq_lens")],
+        seq_lens: Annotated[Int32[Tensor, "seq"], Index(100)],
+        token: int = 50,
+    ) -> None: ...
+
+    assert found(f, ints(0, 3, 3, 50), ints(3, 0, 47)) == []
+    (violation,) = found(f, ints(0, 3, 4, 4), ints(3, 0, 47))
+    assert violation.expected == "query_start[2] - query_start[1] <= 0 (seq_lens)"
+    assert violation.fix == "compute query_start from lengths that are at most seq_lens"
+    assert [v.argument for v in found(f, ints(0, 3, 4, 4), ints(3, -1, 47))] == ["seq_lens"]
+
+
 # --- decoration -------------------------------------------------------------------------------------------------------
 
 ROW = Int64[Tensor, "row"]
@@ -185,16 +220,18 @@ ROW = Int64[Tensor, "row"]
         (Index(3, segment_of="cu"), Int32[Tensor, "b"], "'cu' is neither a dim nor an argument"),
         (Index(3, segment_of="y"), Int32[Tensor, "b"], "y is no tensor with an Indptr rule"),
         (Index(3, segment_of="n"), Int32[Tensor, "b"], "n is no tensor with an Indptr rule"),
+        (Index(3, apart_from="z"), ROW, "'z' is neither a dim nor an argument"),
+        (Index(3, apart_from="y"), Annotated[ROW, Indptr(3)], "y is no tensor with an Index rule"),
         (Index(3, live="yy"), Bool[Tensor, "row"], "did you mean 'y'"),
         (Index(3, live="len(yy) == 2"), Bool[Tensor, "row"], "did you mean 'y'"),
         (Index(3, live="y"), Bool[Tensor, "b"], "y has no value for each row of x"),
         (Index(3, live="y"), Int32[Tensor, "row"], "y has no value for each row of x"),
         (Index(3, live="y > 0"), Int32[Tensor, "b"], "y has no value for each row of x"),
-        (Index(3, live="x > 0"), Int32[Tensor, "b"], "x says of itself which entries are read"),
+        (Index(3, live="x > 0"), Int32[Tensor, "b"], "the rules of x speak of itself"),
         (
             Index(3, live="y > 0"),
             Annotated[ROW, Index(3, live="x > 0")],
-            "x and y say of each other which entries are read",
+            "the rules of x and y speak of each other",
         ),
     ],
 )

@@ -283,9 +283,11 @@ class _Source:
                 read = _entries.live(rule, shape, self.contract.tensors, sizes, built)
                 indptr = None if rule.segment_of is None else built.get(rule.segment_of)
                 unique = rule.unique or name in self.written_at
-                content = index_values(rule, read, sizes, rnd, unique, bool(seed), indptr)
+                taken = self._taken(rule, sizes, built)
+                content = index_values(rule, read, sizes, rnd, unique, bool(seed), taken, indptr)
             elif isinstance(rule, Indptr):
-                content = indptr_values(rule, count, sizes, rnd)
+                longest = _entries.longest(rule, sizes, built, self.contract.tensors)
+                content = indptr_values(rule, count, sizes, rnd, longest)
             elif isinstance(rule, Finite):
                 content = seed
         for _, condition in self.contract.conditions:
@@ -298,6 +300,13 @@ class _Source:
         if holds is None or holds.bits != dtype.itemsize * 8 or dtype in {e.torch for e in form.layout.elements}:  # type: ignore[union-attr]
             holds = None
         return Recipe(tuple(shape), strides, dtype, offset, content, holds, padding)
+
+    def _taken(self, rule: Index, sizes: dict[str, Any], built: Mapping[str, Any]) -> set[int]:
+        """The values of another index that this one must not have."""
+        other = rule.apart_from
+        if other is None or built.get(other) is None:
+            return set()
+        return set(built[other][_entries.counts(other, self.contract.tensors, sizes, built)].tolist())
 
 
 def _names(contract: Contract) -> set[str]:

@@ -15,7 +15,7 @@ from layoutcheck._rules import Finite, Index, Indptr
 from layoutcheck._specs import Form
 from layoutcheck.testing._call import Call, clone
 from layoutcheck.testing._candidate import Candidate
-from layoutcheck.testing._contents import live_values, skipped
+from layoutcheck.testing._contents import live_values
 
 
 def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
@@ -35,7 +35,8 @@ def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
             for kind, change in _index_faults(rule, value, valid):
                 yield fault(kind, change)
         elif value.numel() and isinstance(rule, Indptr):
-            for kind, change in _indptr_faults(rule, value, valid.sizes):
+            longest = _entries.longest(rule, valid.sizes, valid.everything, valid.contract.tensors)
+            for kind, change in _indptr_faults(rule, value, valid.sizes, longest):
                 yield fault(kind, change)
         elif value.numel() and isinstance(rule, Finite) and not rule.at and value.dtype.is_floating_point:
             yield fault("not_finite", lambda made: _raw(made).fill_(-1))  # all bits set: NaN in every float
@@ -62,7 +63,7 @@ def _index_faults(rule: Index, value: torch.Tensor, valid: Call) -> Iterator[Cha
     stop, start = int(evaluate(rule.stop, sizes)), int(evaluate(rule.start, sizes))
     wrong = {"index_out_of_range": stop, "index_far_out_of_range": stop + 2**30, "index_below_range": start - 1}
     for kind, number in wrong.items():
-        if not skipped(rule, torch.tensor([number]), sizes).any():
+        if not _entries.skipped(rule, torch.tensor([number]), sizes).any():
             yield kind, partial(_set, at=last, number=number)
     live = live_values(rule, sizes)
     flat = value.reshape(-1).tolist()
@@ -70,21 +71,28 @@ def _index_faults(rule: Index, value: torch.Tensor, valid: Call) -> Iterator[Cha
         near = next((n for n in (flat[last] + 1, flat[last] - 1) if n in live), None)
         if near is not None:
             yield "index_of_a_neighbouring_segment", partial(_set, at=last, number=near)
+    other = rule.apart_from
+    if other is not None and valid.everything.get(other) is not None:
+        counts = _entries.counts(other, valid.contract.tensors, sizes, valid.everything)
+        taken = next((v for v in valid.everything[other][counts].tolist() if v in live), None)
+        if taken is not None:
+            yield "index_of_another_argument", partial(_set, at=last, number=taken)
     first = next((i for i in places if flat[i] in set(live)), None)
     if rule.unique and first is not None and len(places) > 1:
-        other = places[(places.index(first) + 1) % len(places)]
-        yield "duplicate_index", lambda made: _set(made, other, flat[first])
+        next_ = places[(places.index(first) + 1) % len(places)]
+        yield "duplicate_index", lambda made: _set(made, next_, flat[first])
 
 
-def _indptr_faults(rule: Indptr, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
+def _indptr_faults(rule: Indptr, value: torch.Tensor, sizes: Any, longest: Any) -> Iterator[Change]:
     stop = int(evaluate(rule.stop, sizes))
     yield "indptr_ends_too_late", lambda made: _set(made, -1, stop + 1)
     yield "indptr_does_not_start_at_0", lambda made: _set(made, 0, 1)
     if value.numel() > 2:
         after = int(value.reshape(-1)[2])
         yield "indptr_decreases", lambda made: _set(made, 1, after + 1)
-    if rule.longest is not None and value.numel() > 1 and (longest := int(evaluate(rule.longest, sizes))) < stop:
-        yield "indptr_step_too_long", lambda made: _steep(made, longest + 1)
+    first = longest.tolist()[:1] if isinstance(longest, torch.Tensor) else [longest]
+    if value.numel() > 1 and first[0] is not None and first[0] < stop:
+        yield "indptr_step_too_long", lambda made: _steep(made, first[0] + 1)
     if not rule.capacity and stop:
         yield "indptr_ends_too_early", lambda made: _set(made, -1, stop - 1)
 

@@ -90,7 +90,9 @@ def ragged(
     cu_seqlens: Annotated[Int64[Tensor, "seq+1"], Indptr("token", capacity=True)],
     table: Annotated[Int32[Tensor, "seq width"], Index("page", live="cdiv(lens, page_size)", unique=True)],
     lens: Annotated[Int32[Tensor, "seq"], Index("width * page_size + 1")],
-    slot: Annotated[Int64[Tensor, "seq"], Index("page", live="mask", unique=True)],
+    slot: Annotated[Int64[Tensor, "seq"], Index("page", live="mask", unique=True, apart_from="own")],
+    own: Annotated[Int64[Tensor, "seq"], Index("page", skip="< 0")],
+    query_start: Annotated[Int64[Tensor, "seq+1"], Indptr("token", capacity=True, longest="lens")],
     mask: Bool[Tensor, "seq"],
     *,
     page: int,
@@ -110,6 +112,7 @@ def test_only_entries_that_are_read_are_made_wrong():
     kinds = ("index_out_of_range", "index_far_out_of_range", "index_below_range")
     wanted = {(kind, argument) for kind in kinds for argument in ("seq_index", "table", "lens", "slot")}
     wanted |= {("duplicate_index", "table"), ("duplicate_index", "slot")}
+    wanted |= {("index_of_another_argument", "slot"), ("indptr_step_too_long", "query_start")}
     wanted |= {("index_of_a_neighbouring_segment", "seq_index"), ("indptr_decreases", "cu_seqlens")}
     assert wanted <= set(seen)
 
