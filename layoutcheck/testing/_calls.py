@@ -27,7 +27,7 @@ from layoutcheck._record import Record
 from layoutcheck._rules import VALUE, Condition, Each, Finite, Index, Indptr
 from layoutcheck._solve import names_of
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
-from layoutcheck.testing import _memory
+from layoutcheck.testing import _lists, _memory
 from layoutcheck.testing._call import Call, Recipe
 from layoutcheck.testing._cases import Case, Cases, pick_form
 from layoutcheck.testing._contents import index_values, indptr_values, tag, wrong_presence
@@ -102,6 +102,7 @@ class _Source:
                 self.given[name] = bound
             if spec is not None and spec.optional and bound is not None and not isinstance(spec, TensorSpec):
                 fixed["given", name] = True
+        self.lists = [n for n in _lists.spoken_of(contract) if n not in self.given]
         self.cases = Cases(contract, fixed)
         self.choices = [st.sampled_from(group) for group in self.cases.groups]
         self.plans: dict[Any, tuple[Plan, dict[str, Form], list[Expr]]] = {}
@@ -133,6 +134,10 @@ class _Source:
                 conditions += asserted
         numbers = {n for n, s in contract.scalars.items() if s.type is int and n in case.given}
         numbers |= {s.name for s in contract.steps} | {n for f in forms.values() for n in names_of(f)}
+        lists = [n for n in self.lists if n in case.given]
+        sums = {size(n) for n in lists for size in (_lists.total, _lists.number)}
+        numbers |= sums
+        conditions += _lists.divisible(contract, lists)
         for under, rule in contract.conditions:
             held = [facts.decide(u.expr) for u in under]
             if False in held:
@@ -146,6 +151,7 @@ class _Source:
             for u, h in zip(under, held, strict=True):
                 if h is None:
                     whole = Op("or", (Op("not", (u.expr,)), whole))
+            whole = _lists.with_sizes(whole, lists)
             whole = substitute(whole, {n: Const(v) for n, v in case.words.items() if type(v) is int})
             if any(c.op not in ("given", "dtype") for c in spoken(whole)) or not set(names(whole)) <= numbers:
                 late.append(whole)
@@ -161,7 +167,7 @@ class _Source:
         used = set(wanted)
         bounds = {n: b for n, b in (fixed | self.sizes).items() if n in used or n in _in(equations, conditions)}
         shown = [e for f in forms.values() for e in (*f.sizes, *(f.strides or ())) if e is not None]
-        zero = may_be_zero(contract, forms)
+        zero = {*may_be_zero(contract, forms), *sums}
         return make_plan(equations, conditions, shown, wanted, bounds, zero), forms, late
 
     # --- a call ------------------------------------------------------------------------------------------------------
@@ -195,10 +201,17 @@ class _Source:
             built[name] = recipes[name].build()
         recipes = {name: recipes[name] for name in forms}
         tag(self.contract, built, sizes)
+        built |= {n: _lists.values(self.contract, n, sizes, rnd) for n in self.lists if n in case.given}
         everything = self._arguments(draw, case, sizes, built)
         for condition in late:
             if not evaluate(condition, {**sizes, **everything}, everything):
                 raise Impossible(str(condition))
+        for under, rule in self.contract.conditions:
+            if isinstance(rule, Each) and isinstance(everything.get(rule.arguments[0]), list | tuple):
+                held = all(evaluate(u.expr, {**sizes, **everything}, everything) for u in under)
+                known = {**everything, **sizes}
+                if held and not all(evaluate(rule.expr, {**known, VALUE: v}) for v in everything[rule.arguments[0]]):
+                    raise Impossible(str(rule))
         arguments = {n: everything[n] for n in self.contract.signature.parameters if n in everything}
         shown_sizes = {n: v for n, v in sizes.items() if not n.startswith("quotient.") and "." not in n}
         return Call(self.fn, arguments, everything, shown_sizes, recipes, forms)

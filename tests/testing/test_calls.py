@@ -26,6 +26,7 @@ from layoutcheck import (
     Layout,
     Writes,
     contract,
+    each,
     forbids,
     layout,
     needs,
@@ -208,6 +209,39 @@ def test_indices_that_others_tell_of_follow_them_and_hold_garbage_where_nothing_
         "entries behind a prefix sum",
     } - {edge for edge, n in seen.items() if n}  # fmt: skip
     assert not missing
+
+
+@contract(
+    "sum(splits) == row", "len(splits) == group", each("splits", "% unit == 0"), each("splits", "!= 0"),
+    when("given(more)", "len(more) == 2 * group"), each("odd", "% 2 == 1"),
+)  # fmt: skip
+def grouped(
+    x: Float32[Tensor, "row"], scale: Float32[Tensor, "group"], splits: list[int], *, unit: int,
+    more: Sequence[int] | None = None, odd: tuple[int, ...] = (),
+) -> None: ...  # fmt: skip
+
+
+@pytest.mark.parametrize("bounds", [dict(), dict(row=(0, 20)), dict(group=3, unit=7), dict(row=12, unit=4)])
+def test_lists_and_the_sizes_that_they_must_add_up_to_are_chosen_together(bounds):
+    seen: Counter[Any] = Counter()
+
+    def look(call: Any) -> None:
+        a = call.arguments
+        assert refused(grouped, a) == ()
+        assert isinstance(a["odd"], tuple)
+        seen.update([("splits", *a["splits"]), ("odd", *a["odd"])])
+
+    for_each(calls(grouped, **bounds), look, 100)
+    assert len(seen) > 12
+
+
+def test_a_list_of_ones_own_is_kept_to_the_rules_about_it():
+    own = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    for_each(
+        calls(grouped, more=None, odd=own, unit=1),
+        lambda c: refused(grouped, c.arguments) == () or pytest.fail(repr(c)),
+        30,
+    )
 
 
 @given(calls(store, head=(2, 3), page_size=64, k_cache=torch.float8_e4m3fn, v_scale=None, token=5))
