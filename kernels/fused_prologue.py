@@ -376,7 +376,6 @@ TokenPool = Annotated[Tensor, _each("cache_indices", "token", INT32, INT64), Ind
 TokenMask = Annotated[Tensor, _each("mask", "token", torch.bool)]
 TokenTrack = Annotated[Tensor, _each("track_indices", "token", INT64), TRACKED]
 SeqPool = Annotated[Tensor, _each("cache_indices", "seq", INT32, INT64), Index("pool", skip="== -1", unique=True)]
-ReadPool = Annotated[Tensor, _each("cache_indices", "seq", INT32, INT64), Index("pool", skip="== -1")]
 SeqMask = Annotated[Tensor, _each("mask", "seq", torch.bool)]
 CuSeqlens = Annotated[Tensor, _each("cu_seqlens", "bound", INT32, INT64)(bound="seq + 1"), Indptr("token")]
 SeqIndex = Annotated[Tensor, _each("seq_index", "token", INT32, INT64), Index("seq", segment_of="cu_seqlens")]
@@ -523,7 +522,7 @@ def fused_prologue_verify(
     k_gamma: Gamma,
     k_conv: Conv,
     v_conv: Conv,
-    cache_indices: ReadPool,
+    cache_indices: SeqPool,
     cache_mask: SeqMask,
     k_window: Window,
     v_window: Window,

@@ -14,7 +14,7 @@ from layoutcheck._entries import live
 from layoutcheck.testing import calls
 from layoutcheck.testing._check import for_each
 
-SMALL = dict(dkv=128, dq=128, width=(2, 3), pool=(4, 9), row=(128, 520), q_factor=None, k_scale=None)
+SMALL = dict(dkv=128, dq=128, width=2, pool=(4, 9), row=(128, 520), q_factor=None, k_scale=None)
 
 
 def not_read(call: Any) -> dict[str, Tensor]:
@@ -39,7 +39,11 @@ def outcome(call: Any) -> list[bytes]:
 @pytest.mark.parametrize(
     ("name", "bounds", "indices"),
     [
-        ("paged_attention", dict(head=1, q_head=1, page=(1, 2), page_size=(16, 33), head_dim=32), {"page_table"}),
+        (
+            "paged_attention",
+            dict(head=1, q_head=1, page=(1, 2), page_size=(16, 33), head_dim=32, v_head_dim=32),
+            {"page_table"},
+        ),
         ("sparse_attention_unified_kv", dict(head=1, dim=64, token=(1, 3), entry=(3, 9)), {"indices"}),
         ("fused_prologue_decode", SMALL | dict(token=(1, 3)), {"track_indices"}),
         ("fused_prologue_extend", SMALL | dict(token=(1, 3), seq=(1, 3)), {"track_indices", "track_rows"}),
@@ -50,14 +54,15 @@ def test_a_kernel_reads_only_what_its_contract_says(name, bounds, indices):
 
     def look(call: Any) -> None:
         dead = {n: mask for n, mask in not_read(call).items() if bool(mask.any())}
-        if not dead:
+        if not dead or (set(seen) == indices and min(seen.values()) >= 4):  # a draw is cheap, a run is not
             return
         seen.update(list(dead))
-        first, *others = (
-            outcome(call.with_arguments(**{n: call.arguments[n].masked_fill(m, value) for n, m in dead.items()}))
-            for value in (0, -1, 2**30)
-        )
-        assert others == [first, first]
+        garbage = torch.tensor([-1, 2**30])
+        others = {n: call.arguments[n].clone() for n in dead}
+        for n, mask in dead.items():
+            others[n][mask] = garbage.repeat(int(mask.sum()))[: int(mask.sum())].to(others[n].dtype)
+        zeros = {n: call.arguments[n].masked_fill(mask, 0) for n, mask in dead.items()}
+        assert outcome(call.with_arguments(**others)) == outcome(call.with_arguments(**zeros))
 
-    for_each(calls(getattr(kernels, name), **bounds), look, 30)
+    for_each(calls(getattr(kernels, name), **bounds), look, 60)
     assert set(seen) == indices
