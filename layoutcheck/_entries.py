@@ -77,7 +77,7 @@ def live(
     every = torch.ones(tuple(shape), dtype=torch.bool, device=device)
     if rule.segment_of is not None and (indptr := arguments.get(rule.segment_of)) is not None:
         every[_last(indptr) :] = False
-    if not limited(rule, tensors, arguments):
+    if not limited(rule, values, arguments):
         return every
     assert rule.live is not None
     known = dict(values)
@@ -91,9 +91,10 @@ def live(
     return every & (torch.arange(every.shape[-1], device=device) < most)
 
 
-def limited(rule: Index, tensors: Tensors, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call says which entries are read: every tensor of which ``live`` speaks is given."""
-    return rule.live is not None and all(arguments.get(n) is not None for n in names(rule.live) if n in tensors)
+def limited(rule: Index, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether a call says which entries are read: everything of which ``live`` speaks is given."""
+    known = {**arguments, **values}
+    return rule.live is not None and all(known.get(n) is not None for n in names(rule.live))
 
 
 def counts(name: str, tensors: Tensors, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> torch.Tensor:

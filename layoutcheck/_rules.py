@@ -21,7 +21,7 @@ class Index:
     condition on tensors that have a value for each row, ``live="mask"`` or ``live="mask and slot >= 0"``; or how many
     entries are read from the start of a row, ``live="cdiv(seq_lens, page_size)"`` or ``live="token"``, where a tensor
     has a value for each row, and one with an :class:`Indptr` rule stands for its last value: ``live="indptr"``. Where
-    a tensor of which it speaks is not given, all are read.
+    something of which it speaks is not given, all are read.
 
     ``segment_of`` names a prefix sum: row t must hold the segment in which t lies, the s with
     ``indptr[s] <= t < indptr[s + 1]``. Segments may be empty; rows behind the last one may hold anything.

@@ -151,7 +151,7 @@ def _out_of_range(
     bad = int(flat[at])
     place = _place(tensor, at)
     skipped = f"; skipped are {_filled_text(rule.skip, values)}" if rule.skip else ""
-    limited = _entries.limited(rule, contract.tensors, arguments)
+    limited = _entries.limited(rule, values, arguments)
     read = f"; live are {_live_text(contract, rule, values, arguments)}" if limited else ""
     wanted = f"{start} <= {name} < {_sized(rule.stop, values)}{skipped}{read}"
     of = f"{int(live.sum())} live values" if limited else f"{len(flat)} values"
@@ -166,7 +166,7 @@ def _out_of_range(
 def _live_text(contract: Contract, rule: Index, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """``those where mask is set``, ``the first cdiv(seq_lens, page_size) of a row``, ``the first indptr[-1] = 7``."""
     assert rule.live is not None
-    tellers = {n: arguments[n] for n in _entries.told_by(rule, contract.tensors) if arguments.get(n) is not None}
+    tellers = {n: arguments[n] for n in names(rule.live) if n in contract.tensors}
     if not is_size(rule.live) or (isinstance(rule.live, Name) and _is_mask(tellers.get(rule.live.name))):
         return f"those where {brief(rule.live)}"
     ends = {n: t for n, t in tellers.items() if _entries.is_indptr(contract.tensors[n])}

@@ -170,6 +170,15 @@ def test_a_number_of_entries_is_read():
     assert violation.expected == "0 <= loc < slot = 2; live are the first token = 3"
 
 
+def test_all_are_read_where_the_number_is_not_given():
+    @contract
+    def f(loc: Annotated[Int64[Tensor, "entry"], Index(2, live="token")], token: int | None = None) -> None: ...
+
+    assert found(f, torch.tensor([0, 1, 2]), 2) == []
+    (violation,) = found(f, torch.tensor([0, 1, 2]))
+    assert violation.expected == "0 <= loc < 2"
+
+
 def test_tellers_without_data_leave_an_index_unchecked():
     assert found(attend, ints([9, 9]), ints(20).to("meta")) == []
 
