@@ -370,15 +370,17 @@ Cache = Annotated[Tensor, CACHE, Writes(at="loc")]
 Scale = Annotated[Tensor, SCALE, Writes(at="loc")]
 Window = Annotated[Tensor, WINDOW, Writes()]
 Factor = Annotated[Tensor, _each("q_factor", "token", FP32)]
+TRACK = "track_mask and cache_indices >= 0"
+TRACKED = Index("pool", skip="< 0", unique=True, apart_from="cache_indices", live=TRACK)
 TokenPool = Annotated[Tensor, _each("cache_indices", "token", INT32, INT64), Index("pool", skip="== -1", unique=True)]
 TokenMask = Annotated[Tensor, _each("mask", "token", torch.bool)]
-TokenTrack = Annotated[Tensor, _each("track_indices", "token", INT64)]
+TokenTrack = Annotated[Tensor, _each("track_indices", "token", INT64), TRACKED]
 SeqPool = Annotated[Tensor, _each("cache_indices", "seq", INT32, INT64), Index("pool", skip="== -1", unique=True)]
 SeqMask = Annotated[Tensor, _each("mask", "seq", torch.bool)]
 CuSeqlens = Annotated[Tensor, _each("cu_seqlens", "bound", INT32, INT64)(bound="seq + 1"), Indptr("token")]
-SeqIndex = Annotated[Tensor, _each("seq_index", "token", INT32, INT64), Index("seq")]
-TrackRows = Annotated[Tensor, TRACK_ROWS, Index("token")]
-SeqTrack = Annotated[Tensor, _each("track_indices", "seq", INT64)]
+SeqIndex = Annotated[Tensor, _each("seq_index", "token", INT32, INT64), Index("seq", segment_of="cu_seqlens")]
+TrackRows = Annotated[Tensor, TRACK_ROWS, Index("token", live=f"{TRACK} and track_indices >= 0")]
+SeqTrack = Annotated[Tensor, _each("track_indices", "seq", INT64), TRACKED]
 
 RULES = (
     "dq % 128 == 0",
@@ -597,7 +599,7 @@ def fused_prologue_extend(
     As :func:`fused_prologue_decode`, but for:
 
     - ``cu_seqlens`` (seq + 1,) int32 or int64: the tokens of sequence s are cu_seqlens[s] to cu_seqlens[s + 1]; there
-      may be none. ``seq_index`` (token,) int32 or int64: the sequence of each token.
+      may be none. ``seq_index`` (token,) int32 or int64: the sequence in which each token lies.
     - ``cache_indices`` and ``cache_mask`` are (seq,). Earlier rows come from the same sequence first, then from the
       conv cache, which afterwards holds the last width - 1 rows of each sequence, its history counted.
     - ``track_indices`` (seq,) int64, ``track_mask`` (seq,) bool, ``track_rows`` (seq, width - 1) int64: where set,

@@ -389,7 +389,7 @@ def _splits(programs: int, tiles: int, at_once: int) -> int:
 def sparse_attention_unified_kv(
     q: Annotated[Tensor, QUERY],
     kv: Annotated[Tensor, POOL],
-    indices: Annotated[Tensor, Layout("indices", "entry -> entry", dtype=INT32), Index("slot")],
+    indices: Annotated[Tensor, Layout("indices", "entry -> entry", dtype=INT32), Index("slot", live="indptr")],
     indptr: Annotated[
         Tensor, Layout("indptr", "bound -> bound", dtype=INT32, bound="token + 1"), Indptr("entry", capacity=True)
     ],

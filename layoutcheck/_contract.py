@@ -18,15 +18,15 @@ import traceback
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
 
-from layoutcheck import _mode, _solve, _specs, _trace
+from layoutcheck import _entries, _mode, _solve, _specs, _trace
 from layoutcheck._choose import Choose
-from layoutcheck._dims import arguments, brief, names
+from layoutcheck._dims import Name, arguments, brief, names
 from layoutcheck._errors import LayoutError, Violation
 from layoutcheck._layout import Layout
 from layoutcheck._rules import Condition, Each, Finite, NoOverlap, Rule, as_rule, flatten
@@ -59,6 +59,8 @@ class Contract:
     def __post_init__(self) -> None:
         self.tensors = {n: s for n, s in self.specs.items() if isinstance(s, TensorSpec)}
         self.scalars = {n: s for n, s in self.specs.items() if isinstance(s, ScalarSpec)}
+        if not self.lone:
+            self.rules = tuple(dict.fromkeys((*self.rules, *self._no_negative_sizes())))
         self.conditions = [(under, r) for under, r in flatten(self.rules)]
         self.steps, self.checks = _solve.solve(self)
         self._warned: set[tuple[Any, ...]] = set()
@@ -116,6 +118,16 @@ class Contract:
 
     # --- decoration --------------------------------------------------------------------------------------------------
 
+    def _no_negative_sizes(self) -> Iterator[Rule]:
+        """A rule for each scalar that is a size, or a part of one, of which no shape shows that it is not below 0."""
+        forms = [(s, f) for s in self.tensors.values() for _, f in s.forms]
+        sizes = {n for _, f in forms for e in f.sizes if e is not None for n in names(e)}
+        sizes |= {n for _, f in forms for q in f.equations for n in (*names(q.left), *names(q.right))}
+        shown = {e.name for s, f in forms if s.form is f and not s.optional for e in f.sizes if isinstance(e, Name)}
+        for name, spec in self.scalars.items():
+            if spec.type is int and not spec.optional and name in sizes - shown:
+                yield as_rule(f"{name} >= 0")
+
     def known_names(self) -> set[str]:
         """Every dim that some step binds."""
         return {s.name for s in self.steps}
@@ -156,9 +168,11 @@ class Contract:
                 for axis in value.axes if isinstance(value, Finite) else ():
                     if not all(axis in form.axes for _, form in spec.forms):
                         raise TypeError(f"{self.name}: Finite: {axis!r} is no axis of {spec.name}")
-                for name in (n for e in value.exprs for n in names(e)):
+                for name in (n for e in value.exprs for n in (*names(e), *arguments(e))):
                     if name not in dims and name not in parameters and name != "index":
                         raise TypeError(f"{self.name}: {type(value).__name__}: {_unknown(name, [*dims, *parameters])}")
+        for mistake in _entries.mistakes(self.tensors):
+            raise TypeError(f"{self.name}: Index: {mistake}")
 
     def sightings(self) -> dict[str, list[str]]:
         """For each visible dim, where it is seen: arguments whose form or equations speak of it, and rules."""

@@ -135,6 +135,11 @@ def parse_condition(text: str) -> Expr:
     return expr
 
 
+def parse_either(text: str) -> Expr:
+    """A size or a condition from text. Raises :class:`DimSyntaxError`."""
+    return _parse_text(text)
+
+
 @lru_cache(maxsize=4096)
 def _parse_text(text: str) -> Expr:
     shown = text if len(text) <= 80 else text[:77] + "..."

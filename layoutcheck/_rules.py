@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from layoutcheck._dims import Expr, brief, names, parse, parse_condition
+from layoutcheck._dims import Expr, Name, brief, names, parse, parse_condition, parse_either
 
 
 @dataclass(frozen=True, init=False)
@@ -14,25 +15,52 @@ class Index:
 
     ``stop`` is a size, usually a dim's name: ``Index("slot")``. ``skip`` is a comparison that marks values the kernel
     ignores: ``skip="<= 0"``, ``skip="== -1 and skip_negative"``. ``unique``: no value that is not skipped may occur
-    twice. Checked in ``values`` mode.
+    twice. ``apart_from`` names another index of which no value may be one of this. Checked in ``values`` mode.
+
+    ``live`` says which entries the kernel reads, from other arguments and sizes; the others may hold anything. It is a
+    condition on tensors that have a value for each row, ``live="mask"`` or ``live="mask and slot >= 0"``; or how many
+    entries are read from the start of a row, ``live="cdiv(seq_lens, page_size)"`` or ``live="token"``, where a tensor
+    has a value for each row, and one with an :class:`Indptr` rule stands for its last value: ``live="indptr"``. Where
+    something of which it speaks is not given, all are read.
+
+    ``segment_of`` names a prefix sum: row t must hold the segment in which t lies, the s with
+    ``indptr[s] <= t < indptr[s + 1]``. Segments may be empty; rows behind the last one may hold anything.
     """
 
     stop: Expr
     start: Expr
     skip: str | None
     unique: bool
+    apart_from: str | None
+    live: Expr | None
+    segment_of: str | None
 
-    def __init__(self, stop: str | int, *, start: str | int = 0, skip: str | None = None, unique: bool = False) -> None:
+    def __init__(
+        self,
+        stop: str | int,
+        *,
+        start: str | int = 0,
+        skip: str | None = None,
+        unique: bool = False,
+        apart_from: str | None = None,
+        live: str | None = None,
+        segment_of: str | None = None,
+    ) -> None:
         if skip is not None:
             parse_condition(f"index {skip}")
-        for field, value in dict(stop=parse(stop), start=parse(start), skip=skip, unique=unique).items():
+        values: dict[str, Any] = dict(stop=parse(stop), start=parse(start), skip=skip, unique=unique)
+        values |= dict(apart_from=apart_from, segment_of=segment_of)
+        values |= dict(live=None if live is None else parse_either(live))
+        for field, value in values.items():
             object.__setattr__(self, field, value)
 
     @property
     def exprs(self) -> tuple[Expr, ...]:
         """What the rule is computed from; ``index`` stands for a value."""
         skip = () if self.skip is None else (parse_condition(f"index {self.skip}"),)
-        return (self.start, self.stop, *skip)
+        live = () if self.live is None else (self.live,)
+        others = (Name(n) for n in (self.apart_from, self.segment_of) if n is not None)
+        return (self.start, self.stop, *skip, *live, *others)
 
 
 @dataclass(frozen=True, init=False)
@@ -40,7 +68,7 @@ class Indptr:
     """A prefix sum: starts at 0, never decreases, ends at ``stop`` (at most there, if ``capacity``).
 
     ``capacity=True`` is for buffers that are longer than what is live, as under CUDA graphs. ``longest`` is a size that
-    no difference of neighbours may pass. Checked in ``values`` mode.
+    no difference of neighbours may pass, or a tensor with such a size for each. Checked in ``values`` mode.
     """
 
     stop: Expr

@@ -6,16 +6,15 @@ rules are skipped: a captured stream may not be synchronised. Meta and fake tens
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
 
-from layoutcheck import _dtypes, _index
+from layoutcheck import _dtypes, _entries, _index
 from layoutcheck._call import case_of, filled, layout_dims, solve
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Expr, Name, Op, brief, evaluate, names, parse_condition, substitute
+from layoutcheck._dims import Const, Expr, Name, Op, brief, evaluate, is_size, names, parse_condition, substitute
 from layoutcheck._errors import Violation
 from layoutcheck._rules import VALUE, Each, Finite, Index, Indptr
 from layoutcheck._specs import Form, TensorSpec
@@ -30,26 +29,41 @@ def check(contract: Contract, arguments: Mapping[str, Any]) -> list[Violation]:
 
 def _check(contract: Contract, arguments: Mapping[str, Any]) -> Iterator[Violation]:
     values, _ = solve(contract, arguments)
-    for spec in contract.tensors.values():
-        tensor = arguments.get(spec.name)
-        if not _has_data(tensor):
-            continue
-        for rule in spec.values:
-            match rule:
-                case Index():
-                    yield from _out_of_range(spec.name, rule, tensor, values)
-                case Indptr():
-                    yield from _indptr(spec.name, rule, tensor, values)
-                case Finite() if (case := case_of(spec, values, arguments)) is not None:
-                    if (v := _finite(spec.name, spec.forms[case][1], rule, tensor, values)) is not None:
-                        yield v
-        if (case := case_of(spec, values, arguments)) is not None:
-            yield from _padding(spec, spec.forms[case][1], tensor, values)
+    found: dict[str, list[Violation]] = {}
+    for name in _entries.told_first(contract.tensors):
+        found[name] = list(_of_tensor(contract, name, arguments, values, {n for n, v in found.items() if v}))
+    for name in contract.tensors:
+        yield from found[name]
     for under, each in contract.conditions:
         if isinstance(each, Each) and _has_data(tensor := arguments.get(each.arguments[0])):
             holds = all(evaluate(u.expr, values, arguments) for u in under)
             if holds and (v := _each(values, each, tensor)) is not None:
                 yield v
+
+
+def _of_tensor(
+    contract: Contract, name: str, arguments: Mapping[str, Any], values: Mapping[str, Any], wrong: set[str]
+) -> Iterator[Violation]:
+    """What is wrong with what one tensor holds, where ``wrong`` are those of which something is known to be."""
+    spec, tensor = contract.tensors[name], arguments.get(name)
+    if not _has_data(tensor):
+        return
+    for rule in spec.values:
+        tellers = _entries.told_by(rule, contract.tensors)
+        given = [v for n in tellers if (v := arguments.get(n)) is not None]
+        if wrong.intersection(tellers) or not all(map(_has_data, given)):
+            continue
+        match rule:
+            case Index():
+                yield from _index_values(contract, name, rule, tensor, values, arguments)
+            case Indptr():
+                longest = _entries.longest(rule, values, arguments, contract.tensors)
+                yield from _indptr(name, rule, tensor, values, longest)
+            case Finite() if (case := case_of(spec, values, arguments)) is not None:
+                if (v := _finite(name, spec.forms[case][1], rule, tensor, values)) is not None:
+                    yield v
+    if (case := case_of(spec, values, arguments)) is not None:
+        yield from _padding(spec, spec.forms[case][1], tensor, values)
 
 
 def _has_data(tensor: Any) -> TypeGuard[torch.Tensor]:
@@ -60,29 +74,25 @@ def _has_data(tensor: Any) -> TypeGuard[torch.Tensor]:
     )
 
 
-def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
-    flat = tensor.reshape(-1)
-    start, stop = evaluate(rule.start, values), evaluate(rule.stop, values)
-    kept = torch.ones_like(flat, dtype=torch.bool)
-    if rule.skip is not None:
-        kept = ~_mask(parse_condition(f"index {rule.skip}"), {**values, "index": flat})
-    skipped = f"; skipped are {_filled_text(rule.skip, values)}" if rule.skip else ""
-    limit = _sized(rule.stop, values)
-    wanted = f"{start} <= {name} < {limit}{skipped}"
-    outside = (kept & ((flat < start) | (flat >= stop))).nonzero()
-    if len(outside):
-        at = int(outside[0])
-        bad = int(flat[at])
-        place = _place(tensor, at)
-        yield Violation(
-            name, "value", wanted, f"{name}{place} = {bad}", _read_as(bad, start, stop),
-            f"pass values from {start} to {stop - 1}",
-            headline=f"{name} has {len(outside)} of {len(flat)} values out of range",
-            body=(f"expected {wanted}", f"got      {name}{place} = {bad}"),
-        )  # fmt: skip
+def _index_values(
+    contract: Contract,
+    name: str,
+    rule: Index,
+    tensor: torch.Tensor,
+    values: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Iterator[Violation]:
+    """Index rules, on the entries that are live and not skipped."""
+    flat, device = tensor.reshape(-1), tensor.device
+    live = _entries.live(rule, tensor.shape, contract.tensors, values, arguments, device).reshape(-1)
+    kept = live & ~_entries.skipped(rule, flat, values)
+    outside = _out_of_range(contract, name, rule, tensor, live, kept, values, arguments)
+    if outside is not None:
+        yield outside
+    elif rule.segment_of is not None and (indptr := arguments.get(rule.segment_of)) is not None:
+        yield from _segments(name, rule, tensor, kept, indptr)
     if rule.unique:
-        live = flat[kept]
-        found, counts = torch.unique(live, return_counts=True)
+        found, counts = torch.unique(flat[kept], return_counts=True)
         if len(twice := found[counts > 1]):
             value = int(twice[0])
             where = (kept & (flat == value)).nonzero().reshape(-1)[:2].tolist()
@@ -91,6 +101,116 @@ def _out_of_range(name: str, rule: Index, tensor: torch.Tensor, values: Mapping[
                 f"give each row a slot of its own in {name}: of two writes to one slot either may win",
                 headline=f"{name} has {len(twice)} {'value' if len(twice) == 1 else 'values'} more than once",
             )  # fmt: skip
+    if rule.apart_from is not None and arguments.get(rule.apart_from) is not None:
+        yield from _shared(contract, name, rule.apart_from, tensor, kept, values, arguments)
+
+
+def _shared(
+    contract: Contract,
+    name: str,
+    other: str,
+    tensor: torch.Tensor,
+    kept: torch.Tensor,
+    values: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Iterator[Violation]:
+    """The first value of an index that is also one of another index from which it must be apart."""
+    others = arguments[other]
+    counts = _entries.counts(other, contract.tensors, values, arguments)
+    flat = tensor.reshape(-1)
+    both = (kept & torch.isin(flat, others[counts].to(tensor.device))).nonzero()
+    if len(both):
+        at = int(both[0])
+        value = int(flat[at])
+        where = int((counts & (others == value)).reshape(-1).nonzero()[0])
+        got = f"{name}{_place(tensor, at)} = {value} = {other}{_place(others, where)}"
+        count = f"{len(both)} {'value' if len(both) == 1 else 'values'}"
+        yield Violation(
+            name, "value", f"no value of {other}", got, None,
+            f"give each row a slot of its own in {name} and {other}: of two writes to one slot either may win",
+            headline=f"{name} has {count} of {other}",
+        )  # fmt: skip
+
+
+def _out_of_range(
+    contract: Contract,
+    name: str,
+    rule: Index,
+    tensor: torch.Tensor,
+    live: torch.Tensor,
+    kept: torch.Tensor,
+    values: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+) -> Violation | None:
+    flat = tensor.reshape(-1)
+    start, stop = evaluate(rule.start, values), evaluate(rule.stop, values)
+    outside = (kept & ((flat < start) | (flat >= stop))).nonzero()
+    if not len(outside):
+        return None
+    at = int(outside[0])
+    bad = int(flat[at])
+    place = _place(tensor, at)
+    skipped = f"; skipped are {_filled_text(rule.skip, values)}" if rule.skip else ""
+    limited = _entries.limited(rule, values, arguments)
+    read = f"; live are {_live_text(contract, rule, values, arguments)}" if limited else ""
+    wanted = f"{start} <= {name} < {_sized(rule.stop, values)}{skipped}{read}"
+    of = f"{int(live.sum())} live values" if limited else f"{len(flat)} values"
+    return Violation(
+        name, "value", wanted, f"{name}{place} = {bad}", _read_as(bad, start, stop),
+        f"pass values from {start} to {stop - 1}",
+        headline=f"{name} has {len(outside)} of {of} out of range",
+        body=(f"expected {wanted}", f"got      {name}{place} = {bad}"),
+    )  # fmt: skip
+
+
+def _live_text(contract: Contract, rule: Index, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+    """``those where mask is set``, ``the first cdiv(seq_lens, page_size) of a row``, ``the first indptr[-1] = 7``."""
+    assert rule.live is not None
+    tellers = {n: arguments[n] for n in names(rule.live) if n in contract.tensors}
+    if not is_size(rule.live) or (isinstance(rule.live, Name) and _is_mask(tellers.get(rule.live.name))):
+        return f"those where {brief(rule.live)}"
+    ends = {n: t for n, t in tellers.items() if _entries.is_indptr(contract.tensors[n])}
+    shown = substitute(rule.live, {n: Name(f"{n}[-1]") for n in ends})
+    if len(ends) < len(tellers):
+        return f"the first {brief(shown)} of a row"
+    known = {**values, **{f"{n}[-1]": int(t.reshape(-1)[-1]) for n, t in ends.items()}}
+    return f"the first {_sized(shown, known)}"
+
+
+def _is_mask(teller: Any) -> bool:
+    return isinstance(teller, torch.Tensor) and teller.dtype == torch.bool
+
+
+def _segments(
+    name: str, rule: Index, tensor: torch.Tensor, kept: torch.Tensor, indptr: torch.Tensor
+) -> Iterator[Violation]:
+    """The first entry that is another segment's number than that of the segment in which it lies."""
+    other, flat = rule.segment_of, tensor.reshape(-1)
+    rows, width = tensor.shape[0], flat.numel() // max(tensor.shape[0], 1)
+
+    def lies_in(starts: torch.Tensor) -> torch.Tensor:
+        return _entries.segments(rows, starts, tensor.device).repeat_interleave(width)
+
+    right = lies_in(indptr)
+    bad = (kept & (flat != right)).nonzero()
+    if not len(bad):
+        return
+    at = int(bad[0])
+    got, segment = f"{name}{_place(tensor, at)} = {int(flat[at])}", int(right[at])
+    first, end = (int(indptr[i]) for i in (segment, segment + 1))
+    wanted = f"{name}{_place(tensor, at)} = {segment}"
+    why = f"{other}[{segment}] = {first} <= {at // width} < {other}[{segment + 1}] = {end}"
+    cause = None
+    if torch.equal(flat[kept], right[kept] + 1):
+        cause = f"{name} counts segments from 1"
+    elif torch.equal(flat[kept], lies_in(indptr + 1)[kept]):
+        cause = "each segment begins one too late, as searchsorted without right=True has it"
+    yield Violation(
+        name, "value", f"{wanted}, as {why}", got, cause,
+        f"pass torch.repeat_interleave(torch.arange({len(indptr) - 1}), {other}.diff())",
+        headline=f"{name} has {len(bad)} of {int(kept.sum())} values that are not the segment of {other} they lie in",
+        body=(f"expected {wanted}, as {why}", f"got      {got}"),
+    )  # fmt: skip
 
 
 def _read_as(bad: int, start: int, stop: int) -> str | None:
@@ -102,20 +222,8 @@ def _read_as(bad: int, start: int, stop: int) -> str | None:
 
 def _mask(expr: Expr, values: Mapping[str, Any]) -> torch.Tensor:
     """A condition on ``index``, value by value; what does not speak of it is one truth for all."""
-    index = values["index"]
-    match expr:
-        case Op("and" | "or" as op, parts):
-            masks = [_mask(p, values) for p in parts]
-            return functools.reduce(torch.logical_and if op == "and" else torch.logical_or, masks)
-        case Op("not", (part,)):
-            return ~_mask(part, values)
-        case Op("in" | "not in" as op, (left, Op("tuple", items))) if "index" in names(left):
-            value = evaluate(left, values)
-            hits = [value == evaluate(i, values) for i in items]
-            mask = functools.reduce(torch.logical_or, hits, torch.zeros_like(index, dtype=torch.bool))
-            return mask if op == "in" else ~mask
-    result = evaluate(expr, values)
-    return result if isinstance(result, torch.Tensor) else torch.full_like(index, bool(result), dtype=torch.bool)
+    found = _entries.truths(expr, values)
+    return found if isinstance(found, torch.Tensor) else torch.full_like(values["index"], found, dtype=torch.bool)
 
 
 def _sized(expr: Expr, values: Mapping[str, Any]) -> str:
@@ -137,7 +245,9 @@ def _place(tensor: torch.Tensor, at: int) -> str:
     return str([int(i) for i in torch.unravel_index(torch.tensor(at), tensor.shape)])
 
 
-def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Violation]:
+def _indptr(
+    name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, Any], longest: Any
+) -> Iterator[Violation]:
     stop = evaluate(rule.stop, values)
     flat = tensor.reshape(-1)
     fix = f"compute {name} as the prefix sum of the lengths, with a 0 in front"
@@ -146,7 +256,8 @@ def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, 
         yield Violation(name, "value", f"{name}[0] = 0", got, None, fix, headline=f"{name} does not start at 0")
         return
     steps = flat[1:] - flat[:-1]
-    longest = None if rule.longest is None else evaluate(rule.longest, values)
+    if isinstance(longest, torch.Tensor):
+        longest = longest.to(tensor.device)
     if len(falls := (steps < 0).nonzero()):
         at = int(falls[0])
         got = f"{name}[{at}] = {int(flat[at])}, {name}[{at + 1}] = {int(flat[at + 1])}"
@@ -155,9 +266,15 @@ def _indptr(name: str, rule: Indptr, tensor: torch.Tensor, values: Mapping[str, 
         assert rule.longest is not None
         at = int(long[0])
         got = f"{name}[{at + 1}] - {name}[{at}] = {int(steps[at])}"
-        wanted = f"no step above {_sized(rule.longest, values)}"
-        yield Violation(name, "value", wanted, got, None, f"raise {brief(rule.longest)}, or split the sequence",
-                        headline=f"{name} has a step that is too long")  # fmt: skip
+        if isinstance(longest, torch.Tensor):
+            wanted = f"{name}[{at + 1}] - {name}[{at}] <= {int(longest[at])} ({brief(rule.longest)})"
+            shorter = f"compute {name} from lengths that are at most {brief(rule.longest)}"
+        else:
+            wanted = f"no step above {_sized(rule.longest, values)}"
+            shorter = f"raise {brief(rule.longest)}, or split the sequence"
+        yield Violation(
+            name, "value", wanted, got, None, shorter, headline=f"{name} has a step that is too long"
+        )  # fmt: skip
     last = int(flat[-1])
     if last > stop or (last != stop and not rule.capacity):
         wanted = f"{name}[-1] {'<=' if rule.capacity else '='} {_sized(rule.stop, values)}"

@@ -94,3 +94,22 @@ def test_a_pool_takes_no_other_word_for_its_dtype():
 
     with pytest.raises(LayoutError, match="kv_dtype"):
         UnifiedKVPool.allocate(page=2, page_size=1, dim=64, kv_dtype="fp9")
+
+
+def test_a_negative_size_that_no_given_tensor_shows_is_refused():
+    @contract
+    def read(
+        cache: Annotated[Tensor, CACHE],
+        rows: Float32[Tensor, "n"] | None = None,
+        *,
+        n: int,
+        page_size: int = 128,
+        left: int = 0,
+    ) -> str:
+        return "ran"
+
+    cache = torch.zeros(256, 1, 32, dtype=torch.float8_e4m3fn)
+    assert read(cache, n=0) == read(cache, torch.zeros(2), n=2, left=-1) == "ran"
+    for changed, wrong in ((dict(n=-3), "n"), (dict(n=0, page_size=-128), "page_size")):
+        with pytest.raises(LayoutError, match=f"{wrong} >= 0 is needed"):
+            read(cache, **changed)

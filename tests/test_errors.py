@@ -333,6 +333,39 @@ def indptr_that_ends_early() -> None:
 
 
 @contract
+def serve(
+    seq_index: Annotated[Int32[Tensor, "token"], Index("seq", segment_of="cu_seqlens")],
+    cu_seqlens: Annotated[Int32[Tensor, "seq+1"], Indptr("token")],
+    page_table: Annotated[Int32[Tensor, "seq width"], Index("page", live="cdiv(seq_lens, page_size)")],
+    seq_lens: Int32[Tensor, "seq"],
+    *,
+    page: int = 4,
+    page_size: int = 128,
+) -> None: ...
+
+
+def serve_values(seq_index: list[int], page_table: list[list[int]], seq_lens: list[int]) -> None:
+    given = (torch.tensor(v, dtype=torch.int32) for v in (seq_index, [0, 1, 3], page_table, seq_lens))
+    with mode("values"):
+        serve(*given)
+
+
+@scenario
+def the_segment_of_another_entry() -> None:
+    serve_values([0, 1, 0], [[0], [1]], [5, 7])
+
+
+@scenario
+def segments_that_begin_one_too_late() -> None:
+    serve_values([0, 0, 1], [[0], [1]], [5, 7])
+
+
+@scenario
+def a_page_that_is_read_and_not_there() -> None:
+    serve_values([0, 1, 1], [[0, 1, -1], [2, -1, -1]], [130, 129])
+
+
+@contract
 def tiles(x: Float32[Tensor, "row k"], scale: Annotated[Tensor, TILES(col="k/32")]) -> None: ...
 
 

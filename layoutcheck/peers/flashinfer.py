@@ -1,8 +1,8 @@
 """FlashInfer 0.7.4: the page tables of its paged decode and prefill wrappers, and appending to a paged cache.
 
 ``plan`` hands the page table to kernels as raw 32-bit pointers, so another integer type is read as garbage; ``append``
-converts it first. Left unchecked: page numbers in ``plan``, which does not see the cache; the custom masks; what the
-TensorRT-LLM and cuDNN paths take besides.
+converts it first. Left unchecked: page numbers in ``plan``, which does not see the cache; whether a position that is
+appended to lies in pages of its own sequence; the custom masks; what the TensorRT-LLM and cuDNN paths take besides.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ PEER.guard(
     append_key=Layout("append_key", "token head head_dim -> token head head_dim", dtype=_QUERY, dense="head_dim"),
     append_value=Layout("append_value", "token head head_dim -> token head head_dim", dtype=_QUERY, dense="head_dim"),
     batch_indices=Annotated[Tensor, _table("token", "token", INT32, INT64), Index("batch")],
-    positions=Annotated[Tensor, _table("token", "token", INT32, INT64)],
+    positions=Annotated[Tensor, _table("token", "token", INT32, INT64), Index("entry * page_size")],
     k_cache=Annotated[Tensor, _CACHE, Writes()],
     v_cache=Annotated[Tensor, _CACHE, Writes()],
     **_page_table("kv_", INT32, INT64)
-    | dict(kv_indices=Annotated[Tensor, _table("entry", "entry", INT32, INT64), Index("page")]),
+    | dict(kv_indices=Annotated[Tensor, _table("entry", "entry", INT32, INT64), Index("page", live="kv_indptr")]),
 )

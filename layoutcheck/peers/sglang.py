@@ -49,7 +49,7 @@ PEER.guard(
     same_device=True,
     k=ROWS,
     v=ROWS,
-    loc=Annotated[Tensor, LOC, Index("slot", skip="== 0")],
+    loc=Annotated[Tensor, LOC, Index("slot", skip="== 0", live="token")],
     k_cache=Annotated[Tensor, FP8_CACHE, Writes(at="loc")],
     v_cache=Annotated[Tensor, FP8_CACHE, Writes(at="loc")],
     sfk=Annotated[Tensor, MXFP8_SCALE_INTERLEAVED, Writes(at="loc")],
@@ -64,7 +64,7 @@ PEER.guard(
     same_device=True,
     sf_in=SCALE_ROWS(group=4),
     sf_out=Annotated[Tensor, MXFP8_SCALE_INTERLEAVED(head_dim=128), Writes(at="loc")],
-    loc=Annotated[Tensor, LOC, Index("slot", skip="== 0")],
+    loc=Annotated[Tensor, LOC, Index("slot", skip="== 0", live="token")],
     page_size=int,
 )
 
@@ -81,7 +81,7 @@ _PROLOGUE: dict[str, Any] = dict(
     v_cache=_CONV,
     k_weight=_TAPS,
     v_weight=_TAPS,
-    loc=Annotated[Tensor, Layout("loc", "entry -> entry", dtype=INT64), Index("slot", skip="< 0")],
+    loc=Annotated[Tensor, Layout("loc", "entry -> entry", dtype=INT64), Index("slot", skip="< 0", live="token")],
     k_buf=Annotated[Tensor, CACHE(head_dim=128), Writes(at="loc")],
     v_buf=Annotated[Tensor, CACHE(head_dim=128), Writes(at="loc")],
     sfk=Annotated[Tensor, MXFP8_SCALE_INTERLEAVED(head_dim=128), Writes(at="loc")] | None,
@@ -148,7 +148,9 @@ _UNIFIED: dict[str, Any] = dict(
     fnuz=bool,
     q=Layout("q", "token head dim -> token head dim", dtype=(BF16, FP16), dense=""),
     unified_kv=Layout("unified_kv.rows", "row dim -> row dim", dtype=(BF16, FP16, E4M3, E4M3FNUZ), dense=""),
-    kv_indices=Annotated[Tensor, Layout("kv_indices", "entry -> entry", dtype=(INT32, INT64)), Index("row")],
+    kv_indices=Annotated[
+        Tensor, Layout("kv_indices", "entry -> entry", dtype=(INT32, INT64)), Index("row", live="kv_indptr")
+    ],
     kv_indptr=Annotated[
         Tensor,
         Layout("kv_indptr", "bound -> bound", dtype=(INT32, INT64), bound="token + 1"),
@@ -201,7 +203,7 @@ PEER.guard(
         k_scale_buffer=_of_layer("k_scale_buffer"),
         v_scale_buffer=_of_layer("v_scale_buffer"),
     ),
-    loc=Annotated[Tensor, LOC, Index("slot", skip="== 0")],
+    loc=Annotated[Tensor, LOC, Index("slot", skip="== 0", live="token")],
     cache_k=ROWS(dtype=(BF16, FP16, FP32, E4M3)),
     cache_v=ROWS(dtype=(BF16, FP16, FP32, E4M3), head_dim="v_head_dim"),
     k_scale=Annotated[Tensor, SCALE_ROWS(group="head_dim / 32")] | None,

@@ -17,7 +17,7 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from layoutcheck import _dtypes
+from layoutcheck import _dtypes, _entries
 from layoutcheck._choose import Choose
 from layoutcheck._contract import Contract, _tensor_contract
 from layoutcheck._dims import Const, Expr, Op, evaluate, names, substitute
@@ -27,7 +27,7 @@ from layoutcheck._record import Record
 from layoutcheck._rules import VALUE, Condition, Each, Finite, Index, Indptr
 from layoutcheck._solve import names_of
 from layoutcheck._specs import Form, ScalarSpec, TensorSpec
-from layoutcheck.testing import _memory
+from layoutcheck.testing import _lists, _memory
 from layoutcheck.testing._call import Call, Recipe
 from layoutcheck.testing._cases import Case, Cases, pick_form
 from layoutcheck.testing._contents import index_values, indptr_values, tag, wrong_presence
@@ -102,10 +102,15 @@ class _Source:
                 self.given[name] = bound
             if spec is not None and spec.optional and bound is not None and not isinstance(spec, TensorSpec):
                 fixed["given", name] = True
+        self.lists = [n for n in _lists.spoken_of(contract) if n not in self.given]
         self.cases = Cases(contract, fixed)
         self.choices = [st.sampled_from(group) for group in self.cases.groups]
         self.plans: dict[Any, tuple[Plan, dict[str, Form], list[Expr]]] = {}
         self.written_at = {s.writes.at for s in contract.tensors.values() if s.writes and s.writes.at}
+        self.order = _entries.told_first(contract.tensors)
+        self.tellers = {
+            n for s in contract.tensors.values() for r in s.values for n in _entries.told_by(r, contract.tensors)
+        }
         known = {*contract.specs, *contract.signature.parameters, *_names(contract)}
         if strange := [n for n in bounds if n not in known]:
             raise TypeError(f"{contract.name}: {strange[0]!r} is neither a size nor an argument here")
@@ -129,6 +134,10 @@ class _Source:
                 conditions += asserted
         numbers = {n for n, s in contract.scalars.items() if s.type is int and n in case.given}
         numbers |= {s.name for s in contract.steps} | {n for f in forms.values() for n in names_of(f)}
+        lists = [n for n in self.lists if n in case.given]
+        sums = {size(n) for n in lists for size in (_lists.total, _lists.number)}
+        numbers |= sums
+        conditions += _lists.divisible(contract, lists)
         for under, rule in contract.conditions:
             held = [facts.decide(u.expr) for u in under]
             if False in held:
@@ -142,6 +151,7 @@ class _Source:
             for u, h in zip(under, held, strict=True):
                 if h is None:
                     whole = Op("or", (Op("not", (u.expr,)), whole))
+            whole = _lists.with_sizes(whole, lists)
             whole = substitute(whole, {n: Const(v) for n, v in case.words.items() if type(v) is int})
             if any(c.op not in ("given", "dtype") for c in spoken(whole)) or not set(names(whole)) <= numbers:
                 late.append(whole)
@@ -157,7 +167,7 @@ class _Source:
         used = set(wanted)
         bounds = {n: b for n, b in (fixed | self.sizes).items() if n in used or n in _in(equations, conditions)}
         shown = [e for f in forms.values() for e in (*f.sizes, *(f.strides or ())) if e is not None]
-        zero = may_be_zero(contract, forms)
+        zero = {*may_be_zero(contract, forms), *sums}
         return make_plan(equations, conditions, shown, wanted, bounds, zero), forms, late
 
     # --- a call ------------------------------------------------------------------------------------------------------
@@ -180,15 +190,28 @@ class _Source:
         seed = draw(_integers(0, 2**16 - 1))
         style = draw(_integers(0, 8 ** len(forms) - 1))
         rnd = random.Random(seed)
-        recipes = {}
-        for i, (name, form) in enumerate(forms.items()):
-            recipes[name] = self._recipe(draw, name, form, case, sizes, seed and seed + i, style // 8**i % 8, rnd)
-        built: dict[str, Any] = {n: r.build() for n, r in recipes.items()}
+        recipes: dict[str, Recipe] = {}
+        built: dict[str, Any] = {}
+        numbers = {name: i for i, name in enumerate(forms)}
+        for name in (n for n in self.order if n in forms):
+            i = numbers[name]
+            recipes[name] = self._recipe(
+                draw, name, forms[name], case, sizes, seed and seed + i, style // 8**i % 8, rnd, built
+            )
+            built[name] = recipes[name].build()
+        recipes = {name: recipes[name] for name in forms}
         tag(self.contract, built, sizes)
+        built |= {n: _lists.values(self.contract, n, sizes, rnd) for n in self.lists if n in case.given}
         everything = self._arguments(draw, case, sizes, built)
         for condition in late:
             if not evaluate(condition, {**sizes, **everything}, everything):
                 raise Impossible(str(condition))
+        for under, rule in self.contract.conditions:
+            if isinstance(rule, Each) and isinstance(everything.get(rule.arguments[0]), list | tuple):
+                held = all(evaluate(u.expr, {**sizes, **everything}, everything) for u in under)
+                known = {**everything, **sizes}
+                if held and not all(evaluate(rule.expr, {**known, VALUE: v}) for v in everything[rule.arguments[0]]):
+                    raise Impossible(str(rule))
         arguments = {n: everything[n] for n in self.contract.signature.parameters if n in everything}
         shown_sizes = {n: v for n, v in sizes.items() if not n.startswith("quotient.") and "." not in n}
         return Call(self.fn, arguments, everything, shown_sizes, recipes, forms)
@@ -245,7 +268,7 @@ class _Source:
 
     def _recipe(
         self, draw: st.DrawFn, name: str, form: Form, case: Case, sizes: dict[str, Any], seed: int, style: int,
-        rnd: random.Random,
+        rnd: random.Random, built: Mapping[str, Any],
     ) -> Recipe:  # fmt: skip
         dtype = case.dtypes[name]
         shape = [draw(_integers(1, 3)) if s is None else int(evaluate(s, sizes)) for s in form.sizes]
@@ -266,13 +289,18 @@ class _Source:
         padding = None
         if form.layout is not None and form.layout.rules.pad and form.layout.rules.fill is not None:
             padding = form.layout(**{d: int(evaluate(e, sizes)) for d, e in form.dims})
-        content: Any = seed if self.data or padding is not None else None
+        content: Any = seed if self.data or padding is not None or name in self.tellers else None
         count = math.prod(shape)
         for rule in self.contract.tensors[name].values:
             if isinstance(rule, Index):
-                content = index_values(rule, count, sizes, rnd, rule.unique or name in self.written_at, bool(seed))
+                read = _entries.live(rule, shape, self.contract.tensors, sizes, built)
+                indptr = None if rule.segment_of is None else built.get(rule.segment_of)
+                unique = rule.unique or name in self.written_at
+                taken = self._taken(rule, sizes, built)
+                content = index_values(rule, read, sizes, rnd, unique, bool(seed), taken, indptr)
             elif isinstance(rule, Indptr):
-                content = indptr_values(rule, count, sizes, rnd)
+                longest = _entries.longest(rule, sizes, built, self.contract.tensors)
+                content = indptr_values(rule, count, sizes, rnd, longest)
             elif isinstance(rule, Finite):
                 content = seed
         for _, condition in self.contract.conditions:
@@ -285,6 +313,13 @@ class _Source:
         if holds is None or holds.bits != dtype.itemsize * 8 or dtype in {e.torch for e in form.layout.elements}:  # type: ignore[union-attr]
             holds = None
         return Recipe(tuple(shape), strides, dtype, offset, content, holds, padding)
+
+    def _taken(self, rule: Index, sizes: dict[str, Any], built: Mapping[str, Any]) -> set[int]:
+        """The values of another index that this one must not have."""
+        other = rule.apart_from
+        if other is None or built.get(other) is None:
+            return set()
+        return set(built[other][_entries.counts(other, self.contract.tensors, sizes, built)].tolist())
 
 
 def _names(contract: Contract) -> set[str]:

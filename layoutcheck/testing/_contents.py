@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _tags
+from layoutcheck import _entries, _tags
 from layoutcheck._contract import Contract
-from layoutcheck._dims import Const, Name, Op, evaluate, parse_condition
+from layoutcheck._dims import Const, Name, Op, evaluate
 from layoutcheck._rules import Condition, Forbids, Index, Indptr, Needs, Together
-from layoutcheck._values import _mask as mask
 from layoutcheck.testing._sizes import Impossible
 
 _MANY = 4096
@@ -24,27 +23,48 @@ def live_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
     every = torch.arange(start, max(start, min(stop, start + _MANY)))
     if stop > start + _MANY:  # the last one too
         every = torch.cat([every, torch.tensor([stop - 1])])
-    return every[~skipped(rule, every, sizes)].tolist()
-
-
-def skipped(rule: Index, values: torch.Tensor, sizes: Mapping[str, Any]) -> torch.Tensor:
-    """Which of some values the callable ignores."""
-    if rule.skip is None:
-        return torch.zeros_like(values, dtype=torch.bool)
-    return mask(parse_condition(f"index {rule.skip}"), {**sizes, "index": values})
+    return every[~_entries.skipped(rule, every, sizes)].tolist()
 
 
 def skipped_values(rule: Index, sizes: Mapping[str, Any]) -> list[int]:
     """Some values that the callable ignores."""
     options = torch.tensor((-1, 0, -2))
-    return options[skipped(rule, options, sizes)].tolist()
+    return options[_entries.skipped(rule, options, sizes)].tolist()
 
 
 def index_values(
-    rule: Index, count: int, sizes: Mapping[str, Any], rnd: random.Random, unique: bool, mixed: bool
+    rule: Index,
+    read: torch.Tensor,
+    sizes: Mapping[str, Any],
+    rnd: random.Random,
+    unique: bool,
+    mixed: bool,
+    taken: Container[int] = (),
+    indptr: torch.Tensor | None = None,
 ) -> tuple[int, ...]:
-    """``count`` values that keep an index rule; skipped ones among them where ``mixed``."""
-    live, ignored = live_values(rule, sizes), skipped_values(rule, sizes)
+    """Values that keep an index rule, one for each entry; ``read`` is true for those that the callable reads.
+
+    None is one of ``taken``; ``indptr`` is the prefix sum whose segments they name, if they do. Where ``mixed``,
+    skipped values are among them, and what is not read may be out of range.
+    """
+    if indptr is None:
+        chosen = iter(_read_values(rule, int(read.sum()), sizes, rnd, unique, mixed, taken))
+    else:
+        chosen = iter(_segment_values(rule, read, sizes, indptr))
+    dead = (-1, int(evaluate(rule.stop, sizes)), 2**30, 0) if mixed else (0,)
+    return tuple(next(chosen) if r else rnd.choice(dead) for r in read.reshape(-1).tolist())
+
+
+def _read_values(
+    rule: Index,
+    count: int,
+    sizes: Mapping[str, Any],
+    rnd: random.Random,
+    unique: bool,
+    mixed: bool,
+    taken: Container[int],
+) -> tuple[int, ...]:
+    live, ignored = [v for v in live_values(rule, sizes) if v not in taken], skipped_values(rule, sizes)
     if not count:
         return ()
     if not live and not ignored:
@@ -64,21 +84,29 @@ def index_values(
     return tuple(result)
 
 
-def indptr_values(rule: Indptr, count: int, sizes: Mapping[str, Any], rnd: random.Random) -> tuple[int, ...]:
-    """``count`` values of a prefix sum."""
+def _segment_values(rule: Index, read: torch.Tensor, sizes: Mapping[str, Any], indptr: torch.Tensor) -> tuple[int, ...]:
+    own = _entries.segments(len(read), indptr).reshape(-1, *[1] * (read.dim() - 1)).expand(read.shape)[read].tolist()
+    if not set(own) <= set(live_values(rule, sizes)):
+        raise Impossible("more segments than the index may name")
+    return tuple(own)
+
+
+def indptr_values(
+    rule: Indptr, count: int, sizes: Mapping[str, Any], rnd: random.Random, longest: Any = None
+) -> tuple[int, ...]:
+    """``count`` values of a prefix sum; no step is above ``longest``, a number or a tensor with one for each step."""
     stop = int(evaluate(rule.stop, sizes))
     if count == 0 or (count == 1 and stop and not rule.capacity):
         raise Impossible("a prefix sum needs a first entry and a last one")
-    longest = stop if rule.longest is None else int(evaluate(rule.longest, sizes))
-    steps = count - 1
-    if not rule.capacity and steps * longest < stop:
+    each = longest.tolist() if isinstance(longest, torch.Tensor) else [longest] * (count - 1)
+    most = [stop if n is None else min(n, stop) for n in each]
+    if not rule.capacity and sum(most) < stop:
         raise Impossible("too few steps of a prefix sum")
     result = [0]
-    for left in range(steps, 0, -1):
-        least = 0 if rule.capacity else max(0, stop - result[-1] - (left - 1) * longest)
-        most = min(longest, stop - result[-1])
-        step = rnd.randint(least, most) if left > 1 or rule.capacity else stop - result[-1]
-        result.append(result[-1] + step)
+    for i, step in enumerate(most):
+        left = stop - result[-1]
+        least = 0 if rule.capacity else max(0, left - sum(most[i + 1 :]))
+        result.append(result[-1] + rnd.randint(least, min(step, left)))
     return tuple(result)
 
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample, Unsatisfiable
 
-from layoutcheck import _dtypes
+from layoutcheck import _dtypes, _entries
 from layoutcheck._call import layout_dims
 from layoutcheck._dims import Name
 from layoutcheck._errors import LayoutError
@@ -28,7 +28,6 @@ from layoutcheck.layouts import entries
 from layoutcheck.testing._call import Call
 from layoutcheck.testing._calls import calls
 from layoutcheck.testing._child import in_child
-from layoutcheck.testing._contents import skipped
 from layoutcheck.testing._guard import contract_of
 from layoutcheck.testing._memory import tensor
 from layoutcheck.testing._redzones import Zone, _size
@@ -177,8 +176,10 @@ def _coordinates(call: Call, argument: str, source: str, layout: Layout) -> torc
             return None
         free.remove(i)
         rows = value.shape[i] // len(index)
-        chosen = index[grids[i] // rows]
-        selected &= ~skipped(rule, chosen, call.sizes)
+        entry = grids[i] // rows
+        chosen = index[entry]
+        counts = _entries.counts(at, call.contract.tensors, call.sizes, call.everything)
+        selected &= counts.reshape(-1)[entry]
         inner = layout.values_of(axis.name) // max(1, layout.values_of(node.name))
         columns[k] = chosen if inner == 1 else chosen * inner + grids[i] % rows
     for k, axis in enumerate(layout.axes):
@@ -202,8 +203,10 @@ def _rule(call: Call, at: str) -> Index | None:
 
 
 def _live(call: Call, at: str) -> list[int]:
-    rule, index = _rule(call, at), call.arguments[at].reshape(-1)
-    return [] if rule is None else index[~skipped(rule, index, call.sizes)].tolist()
+    if _rule(call, at) is None:
+        return []
+    counts = _entries.counts(at, call.contract.tensors, call.sizes, call.everything)
+    return call.arguments[at][counts].tolist()  # type: ignore[no-any-return]
 
 
 # --- where it landed --------------------------------------------------------------------------------------------------

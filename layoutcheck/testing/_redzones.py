@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layoutcheck import _index
+from layoutcheck import _entries, _index
 from layoutcheck._call import layout_dims
 from layoutcheck._dims import evaluate
 from layoutcheck._layout import Layout
 from layoutcheck._rules import Index
 from layoutcheck._specs import Form
 from layoutcheck.testing._call import Call
-from layoutcheck.testing._contents import skipped
 
 ZONE = 4096
 _ALIGNED = 64
@@ -200,7 +199,7 @@ def written(call: Call, name: str) -> torch.Tensor | None:
     form = call.forms[name]
     if rule is None or not isinstance(index, torch.Tensor):
         raise TypeError(f"Writes(at={spec.writes.at!r}) of {name} needs an Index rule that says what it selects")
-    live = index.reshape(-1)[~skipped(rule, index.reshape(-1), call.sizes)].tolist()
+    live = index[_entries.counts(spec.writes.at, call.contract.tensors, call.sizes, call.everything)].tolist()
     if form.layout is None:
         at = next(i for i, size in enumerate(form.sizes) if size == rule.stop)
         where.index_fill_(at, torch.tensor(live, dtype=torch.int64), 1)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from layoutcheck import _index
+from layoutcheck import _entries, _index
 from layoutcheck._call import layout_dims
 from layoutcheck._dims import evaluate
 from layoutcheck._rules import Finite, Index, Indptr
 from layoutcheck._specs import Form
 from layoutcheck.testing._call import Call, clone
 from layoutcheck.testing._candidate import Candidate
-from layoutcheck.testing._contents import live_values, skipped
+from layoutcheck.testing._contents import live_values
 
 
 def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
@@ -32,10 +32,11 @@ def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
     value = valid.arguments[name]
     for rule in valid.contract.tensors[name].values:
         if value.numel() and isinstance(rule, Index):
-            for kind, change in _index_faults(rule, value, valid.sizes):
+            for kind, change in _index_faults(rule, value, valid):
                 yield fault(kind, change)
         elif value.numel() and isinstance(rule, Indptr):
-            for kind, change in _indptr_faults(rule, value, valid.sizes):
+            longest = _entries.longest(rule, valid.sizes, valid.everything, valid.contract.tensors)
+            for kind, change in _indptr_faults(rule, value, valid.sizes, longest):
                 yield fault(kind, change)
         elif value.numel() and isinstance(rule, Finite) and not rule.at and value.dtype.is_floating_point:
             yield fault("not_finite", lambda made: _raw(made).fill_(-1))  # all bits set: NaN in every float
@@ -51,29 +52,47 @@ def contents(valid: Call, name: str, form: Form) -> Iterator[Candidate]:
 Change = tuple[str, Callable[[torch.Tensor], Any]]
 
 
-def _index_faults(rule: Index, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
+def _index_faults(rule: Index, value: torch.Tensor, valid: Call) -> Iterator[Change]:
+    """Changes of entries that are read: no other can be wrong."""
+    sizes = valid.sizes
+    read = _entries.live(rule, value.shape, valid.contract.tensors, sizes, valid.everything).reshape(-1)
+    places = read.nonzero().reshape(-1).tolist()
+    if not places:
+        return
+    last = places[-1]
     stop, start = int(evaluate(rule.stop, sizes)), int(evaluate(rule.start, sizes))
     wrong = {"index_out_of_range": stop, "index_far_out_of_range": stop + 2**30, "index_below_range": start - 1}
     for kind, number in wrong.items():
-        if not skipped(rule, torch.tensor([number]), sizes).any():
-            yield kind, partial(_set, at=-1, number=number)
-    live = set(live_values(rule, sizes))
+        if not _entries.skipped(rule, torch.tensor([number]), sizes).any():
+            yield kind, partial(_set, at=last, number=number)
+    live = live_values(rule, sizes)
     flat = value.reshape(-1).tolist()
-    first = next((i for i, v in enumerate(flat) if v in live), None)
-    if rule.unique and first is not None and len(flat) > 1:
-        other = (first + 1) % len(flat)
-        yield "duplicate_index", lambda made: _set(made, other, flat[first])
+    if rule.segment_of is not None and valid.everything.get(rule.segment_of) is not None:
+        near = next((n for n in (flat[last] + 1, flat[last] - 1) if n in live), None)
+        if near is not None:
+            yield "index_of_a_neighbouring_segment", partial(_set, at=last, number=near)
+    other = rule.apart_from
+    if other is not None and valid.everything.get(other) is not None:
+        counts = _entries.counts(other, valid.contract.tensors, sizes, valid.everything)
+        taken = next((v for v in valid.everything[other][counts].tolist() if v in live), None)
+        if taken is not None:
+            yield "index_of_another_argument", partial(_set, at=last, number=taken)
+    first = next((i for i in places if flat[i] in set(live)), None)
+    if rule.unique and first is not None and len(places) > 1:
+        next_ = places[(places.index(first) + 1) % len(places)]
+        yield "duplicate_index", lambda made: _set(made, next_, flat[first])
 
 
-def _indptr_faults(rule: Indptr, value: torch.Tensor, sizes: Any) -> Iterator[Change]:
+def _indptr_faults(rule: Indptr, value: torch.Tensor, sizes: Any, longest: Any) -> Iterator[Change]:
     stop = int(evaluate(rule.stop, sizes))
     yield "indptr_ends_too_late", lambda made: _set(made, -1, stop + 1)
     yield "indptr_does_not_start_at_0", lambda made: _set(made, 0, 1)
     if value.numel() > 2:
         after = int(value.reshape(-1)[2])
         yield "indptr_decreases", lambda made: _set(made, 1, after + 1)
-    if rule.longest is not None and value.numel() > 1 and (longest := int(evaluate(rule.longest, sizes))) < stop:
-        yield "indptr_step_too_long", lambda made: _steep(made, longest + 1)
+    first = longest.tolist()[:1] if isinstance(longest, torch.Tensor) else [longest]
+    if value.numel() > 1 and first[0] is not None and first[0] < stop:
+        yield "indptr_step_too_long", lambda made: _steep(made, first[0] + 1)
     if not rule.capacity and stop:
         yield "indptr_ends_too_early", lambda made: _set(made, -1, stop - 1)
 

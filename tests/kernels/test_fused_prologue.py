@@ -603,7 +603,14 @@ def test_wrong_arguments_of_one_entry_point(entry, change, says):
         ("verify", lambda p: p.args["cache_indices"].fill_(0), ["cache_indices", "0"]),
         ("extend", lambda p: p.args["cu_seqlens"][-1].fill_(7), ["cu_seqlens", "7"]),
         ("extend", lambda p: p.args["seq_index"].fill_(2), ["seq_index", "2"]),
+        ("extend", lambda p: p.args["seq_index"][-1].fill_(0), ["seq_index", "cu_seqlens"]),
         ("extend", lambda p: p.args["track_rows"].fill_(-1), ["track_rows", "-1"]),
+        ("extend", lambda p: p.args["track_indices"].fill_(99), ["track_indices", "99"]),
+        (
+            "decode",
+            lambda p: p.args["track_indices"].copy_(p.args["cache_indices"]),
+            ["track_indices", "cache_indices"],
+        ),
     ],
 )
 def test_wrong_values(entry, change, says):

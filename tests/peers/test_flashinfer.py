@@ -163,6 +163,13 @@ class TestAppend:
             flashinfer.append_paged_kv_cache(**append_arguments(layout))
             assert kernel.call_count == 1
 
+    def test_what_lies_behind_the_last_page_is_not_read(self, layout):
+        arguments = append_arguments(layout)
+        longer = torch.cat([arguments["kv_indices"], torch.tensor([-1, 2**30], dtype=torch.int32)])
+        with mock.patch.object(page, "_append_paged_kv_cache_kernel") as kernel, mode("values"):
+            flashinfer.append_paged_kv_cache(**arguments | dict(kv_indices=longer))
+            assert kernel.call_count == 1
+
     @pytest.mark.parametrize(
         ("change", "argument"),
         [
@@ -185,8 +192,12 @@ class TestAppend:
 
     @pytest.mark.parametrize(
         "change",
-        [dict(batch_indices=torch.tensor([0, 0, 3, 2])), dict(kv_indices=torch.tensor([4, 1, 0, 2, 6]))],
-        ids=["a sequence that is not there", "a page that is not there"],
+        [
+            dict(batch_indices=torch.tensor([0, 0, 3, 2])),
+            dict(kv_indices=torch.tensor([4, 1, 0, 2, 6])),
+            dict(positions=torch.tensor([9, -1, 22, 23])),
+        ],
+        ids=["a sequence that is not there", "a page that is not there", "a position before the first"],
     )
     def test_wrong_values_are_refused_in_values_mode(self, layout, change):
         with mode("values"), pytest.raises(LayoutError, match=next(iter(change))):

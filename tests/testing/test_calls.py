@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-from jaxtyping import BFloat16, Float32, Int32, Int64
+from jaxtyping import BFloat16, Bool, Float32, Int32, Int64
 from torch import Tensor
 
 import layoutcheck
@@ -26,6 +26,7 @@ from layoutcheck import (
     Layout,
     Writes,
     contract,
+    each,
     forbids,
     layout,
     needs,
@@ -164,6 +165,83 @@ def test_rules_of_presence_words_numbers_and_values_hold():
 
     for_each(calls(attend), look, 150)
     assert {True, False, "x", "y", torch.bfloat16, torch.float8_e4m3fn} <= set(seen)
+
+
+# The index comes first, so that what tells of it is drawn before it all the same.
+@contract
+def ragged(
+    seq_index: Annotated[Int32[Tensor, "token"], Index("seq", segment_of="cu_seqlens")],
+    cu_seqlens: Annotated[Int64[Tensor, "seq+1"], Indptr("token", capacity=True)],
+    table: Annotated[Int32[Tensor, "seq width"], Index("page", live="cdiv(lens, page_size)")],
+    lens: Annotated[Int32[Tensor, "seq"], Index("width * page_size + 1")],
+    rows: Annotated[Int64[Tensor, "seq two"], Index("token", live="mask and slot >= 0")],
+    slot: Annotated[Int64[Tensor, "seq"], Index("page", skip="< 0", live="mask", unique=True)],
+    mask: Bool[Tensor, "seq"],
+    kept: Annotated[Int64[Tensor, "entry"], Index("page", live="cu_seqlens")] | None = None,
+    *,
+    page: int,
+    page_size: int,
+) -> None: ...
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_indices_that_others_tell_of_follow_them_and_hold_garbage_where_nothing_is_read(data):
+    seen: Counter[str] = Counter()
+
+    def look(call: Any) -> None:
+        a = call.arguments
+        assert refused(ragged, a) == (), call
+        last = int(a["cu_seqlens"][-1])
+        seen["an empty segment"] += last > 0 and 0 in a["cu_seqlens"].diff()
+        seen["several segments"] += len(a["seq_index"][:last].unique()) > 1
+        seen["garbage behind the segments"] += bool((a["seq_index"][last:] > 2**29).any())
+        seen["a negative page"] += bool((a["table"] == -1).any())
+        seen["a page past the end"] += bool((a["table"] == a["page"]).any())
+        seen["garbage in rows"] += bool((a["rows"][~a["mask"]] > 2**29).any())
+        seen["rows that are read"] += bool(a["mask"].any())
+        seen["a slot twice where it is not read"] += bool((a["slot"].unique(return_counts=True)[1] > 1).any())
+        seen["entries behind a prefix sum"] += a["kept"] is not None and bool((a["kept"] > 2**29).any())
+
+    for_each(calls(ragged, data=data), look, 300)
+    missing = {
+        "an empty segment", "several segments", "garbage behind the segments", "a negative page",
+        "a page past the end", "garbage in rows", "rows that are read", "a slot twice where it is not read",
+        "entries behind a prefix sum",
+    } - {edge for edge, n in seen.items() if n}  # fmt: skip
+    assert not missing
+
+
+@contract(
+    "sum(splits) == row", "len(splits) == group", each("splits", "% unit == 0"), each("splits", "!= 0"),
+    when("given(more)", "len(more) == 2 * group"), each("odd", "% 2 == 1"),
+)  # fmt: skip
+def grouped(
+    x: Float32[Tensor, "row"], scale: Float32[Tensor, "group"], splits: list[int], *, unit: int,
+    more: Sequence[int] | None = None, odd: tuple[int, ...] = (),
+) -> None: ...  # fmt: skip
+
+
+@pytest.mark.parametrize("bounds", [dict(), dict(row=(0, 20)), dict(group=3, unit=7), dict(row=12, unit=4)])
+def test_lists_and_the_sizes_that_they_must_add_up_to_are_chosen_together(bounds):
+    seen: Counter[Any] = Counter()
+
+    def look(call: Any) -> None:
+        a = call.arguments
+        assert refused(grouped, a) == ()
+        assert isinstance(a["odd"], tuple)
+        seen.update([("splits", *a["splits"]), ("odd", *a["odd"])])
+
+    for_each(calls(grouped, **bounds), look, 100)
+    assert len(seen) > 12
+
+
+def test_a_list_of_ones_own_is_kept_to_the_rules_about_it():
+    own = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    for_each(
+        calls(grouped, more=None, odd=own, unit=1),
+        lambda c: refused(grouped, c.arguments) == () or pytest.fail(repr(c)),
+        30,
+    )
 
 
 @given(calls(store, head=(2, 3), page_size=64, k_cache=torch.float8_e4m3fn, v_scale=None, token=5))

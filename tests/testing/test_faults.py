@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given, settings
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 from torch import Tensor
 
 from layoutcheck import (
@@ -82,6 +82,39 @@ def test_every_kind_of_fault_occurs_and_is_rejected_for_the_right_reason():
     for_each(calls(serve, data=False), look, 12)
     for_each(calls(serve, data=False, k_cache=E4M3, token=(3, 5), longest=2), look, 12)
     assert KINDS - set(seen) == set()
+
+
+@contract
+def ragged(
+    seq_index: Annotated[Int32[Tensor, "token"], Index("seq", segment_of="cu_seqlens")],
+    cu_seqlens: Annotated[Int64[Tensor, "seq+1"], Indptr("token", capacity=True)],
+    table: Annotated[Int32[Tensor, "seq width"], Index("page", live="cdiv(lens, page_size)", unique=True)],
+    lens: Annotated[Int32[Tensor, "seq"], Index("width * page_size + 1")],
+    slot: Annotated[Int64[Tensor, "seq"], Index("page", live="mask", unique=True, apart_from="own")],
+    own: Annotated[Int64[Tensor, "seq"], Index("page", skip="< 0")],
+    query_start: Annotated[Int64[Tensor, "seq+1"], Indptr("token", capacity=True, longest="lens")],
+    mask: Bool[Tensor, "seq"],
+    *,
+    page: int,
+    page_size: int,
+) -> None: ...
+
+
+def test_only_entries_that_are_read_are_made_wrong():
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def look(call: Any) -> None:
+        for fault in every_fault(call):
+            seen[fault.name, fault.argument] += 1
+            assert fault.missed() is None, f"{fault.missed()}\n{fault!r}"
+
+    for_each(calls(ragged, data=False), look, 60)
+    kinds = ("index_out_of_range", "index_far_out_of_range", "index_below_range")
+    wanted = {(kind, argument) for kind in kinds for argument in ("seq_index", "table", "lens", "slot")}
+    wanted |= {("duplicate_index", "table"), ("duplicate_index", "slot")}
+    wanted |= {("index_of_another_argument", "slot"), ("indptr_step_too_long", "query_start")}
+    wanted |= {("index_of_a_neighbouring_segment", "seq_index"), ("indptr_decreases", "cu_seqlens")}
+    assert wanted <= set(seen)
 
 
 def test_drawn_faults_are_of_many_kinds():

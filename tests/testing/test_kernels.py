@@ -68,15 +68,13 @@ PROLOGUE = dict(
 
 
 def prologue(a: dict[str, Any]) -> dict[str, Tensor]:
-    """Padding, of which the cache index is -1, stores no K and V; every token is of the sequence that it lies in."""
-    indices, tokens = a["cache_indices"], len(a["loc"])
-    if "cu_seqlens" in a:
-        changed = dict(seq_index=torch.searchsorted(a["cu_seqlens"][1:].contiguous(), torch.arange(tokens), right=True))
-        changed = {"seq_index": changed["seq_index"].to(a["seq_index"].dtype)}
-        of_token = indices[changed["seq_index"].long()]
+    """Padding, of which the cache index is -1, stores no K and V."""
+    indices = a["cache_indices"]
+    if "seq_index" in a:
+        of_token = indices[a["seq_index"].long()]
     else:
-        changed, of_token = {}, indices.repeat_interleave(a.get("draft_tokens", 1))
-    return changed | dict(loc=torch.where(of_token < 0, -1, a["loc"]))
+        of_token = indices.repeat_interleave(a.get("draft_tokens", 1))
+    return dict(loc=torch.where(of_token < 0, -1, a["loc"]))
 
 
 @pytest.mark.parametrize(
