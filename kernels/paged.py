@@ -491,7 +491,8 @@ def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, mx: bool, r
     block_h = triton.next_power_of_2(group)
     block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
     narrow, wide = sorted((block_d, block_v))
-    wanted = min(triton.next_power_of_2(queries) * block_h, 16384 // wide if mx else min(256, 32768 // wide))
+    most = 16384 // wide if mx or wide > 128 else 256
+    wanted = min(triton.next_power_of_2(queries) * block_h, most)
     # Spread tiles have a row for each query and group: only where that is about the 16 that a product needs anyway.
     spread = mx and wanted * (wide // BLOCK.value) <= 32
     least = triton.cdiv(16 * BLOCK.value, narrow) if spread else 16
