@@ -323,14 +323,13 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     return expr
 
 
-def names(expr: Expr) -> Iterator[str]:
+def names(expr: Expr) -> list[str]:
     """Every name in the expression, as often as it occurs, left to right. Arguments of given, dtype, ... excluded."""
-    match expr:
-        case Name(name):
-            yield name
-        case Op(op, args) if op not in ARGUMENT_FUNCTIONS:
-            for arg in args:
-                yield from names(arg)
+    if isinstance(expr, Name):
+        return [expr.name]
+    if isinstance(expr, Const) or expr.op in ARGUMENT_FUNCTIONS:
+        return []
+    return [name for arg in expr.args for name in names(arg)]
 
 
 def arguments(expr: Expr) -> Iterator[str]:

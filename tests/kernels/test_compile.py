@@ -39,6 +39,41 @@ def test_compiles(target, tmp_path):
     assert not stale, f"compiles on {target} by now, remove it from COMPILE_EXCEPTIONS: " + "\n".join(stale)
 
 
+SHARED_MEMORY = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from layoutcheck.kernels import paged
+
+cases = {name: case for name, *case in paged.compile_cases()}
+for room, arch in ((227 * 1024, 90), (99 * 1024, 89)):
+    for dims, queries, kind in (
+        ((256, 256), 512, "bf16"), ((512, 512), 512, "bf16"), ((128, 128), 512, "bf16"), ((512, 512), 1, "bf16"),
+        ((192, 128), 512, "mxfp8"), ((256, 256), 1, "mxfp8"),
+    ):
+        kernel, signature, constants = cases[f"{'extend' if queries > 1 else 'decode'}-{kind}"]
+        sizes = paged._sizes(4, *dims, queries, kind == "mxfp8", room)
+        constants = constants | sizes | dict(zip(("HEAD_DIM", "V_HEAD_DIM"), dims))
+        types = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
+        # As real pointers and strides are: without it nothing is loaded ahead, and little shared memory is needed.
+        aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if "*" in types[n] or "stride" in n}
+        source = ASTSource(kernel, types, constants, aligned)
+        options = paged._schedule(sizes, kind == "mxfp8", room, False)
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        print(made.metadata.shared, room, arch, dims, queries, kind)
+"""
+
+
+def test_paged_attention_fits_in_shared_memory(tmp_path):
+    result = child("-c", SHARED_MEMORY, TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = result.stdout.splitlines()
+    assert len(lines) == 12
+    needed = [int(line.split()[0]) for line in lines]
+    assert max(needed) > 99 * 1024
+    assert not [line for n, line in zip(needed, lines, strict=True) if n > int(line.split()[1])]
+
+
 WITHOUT_A_GPU = """
 import torch
 from layoutcheck.kernels import load_scales, move_slots, store_rows, store_scales
