@@ -8,7 +8,7 @@ kept here. NAME selects works by a part of their name. A time counts only where 
 
 Inputs are fresh random numbers; everything that must not be read holds NaN, outputs are poisoned by the caching
 allocator's leftovers. Times are medians: of ``triton.testing.do_bench``, and of graph replays where a work is so small
-that launching it would be what is measured (``graph``). Shares are of the copy bandwidth (bytes read and written) or
+that launching it would be what is measured (``graph``); its time when it is launched stands beside it (``eager``). Shares are of the copy bandwidth (bytes read and written) or
 the bf16 matrix rate that this run measured first.
 """
 
@@ -63,6 +63,13 @@ def median(call: Callable[[], Any], graph: bool) -> float:
         with torch.cuda.stream(torch.cuda.Stream()):
             return float(triton.testing.do_bench_cudagraph(call, rep=50, return_mode="median"))
     return float(triton.testing.do_bench(call, warmup=25, rep=150, return_mode="median"))
+
+
+def timed(call: Callable[[], Any], graph: bool) -> tuple[float, str]:
+    """Seconds, and the words for them: microseconds, those of launching it beside those in a graph."""
+    time = median(call, graph) * 1e-3
+    eager = f" (eager {median(call, False) * 1e3:.1f})" if graph else ""
+    return time, f"{time * 1e6:.1f}{eager}"
 
 
 def close(got: Tensor, want: Tensor, limit: float, what: str) -> None:
@@ -505,16 +512,16 @@ def main() -> None:
                     flush=True,
                 )
                 continue
-            time = median(work.run, work.graph) * 1e-3
+            time, words = timed(work.run, work.graph)
             rate = f"{work.flops / time / 1e12:.0f} TFLOP/s" if work.flops else f"{work.bytes / time / 1e12:.2f} TB/s"
             share = work.flops / time / matmul if work.flops else work.bytes / time / copy
-            line = f"| {work.name}{' (graph)' if work.graph else ''} | {time * 1e6:.1f} | {rate} | {share:.2f} "
+            line = f"| {work.name}{' (graph)' if work.graph else ''} | {words} | {rate} | {share:.2f} "
             if not work.peers:
                 print(line + "| | | |", flush=True)
             for peer, call in work.peers.items():
                 try:
-                    other = median(call, work.graph) * 1e-3
-                    print(line + f"| {peer} | {other * 1e6:.1f} | {other / time:.2f} |", flush=True)
+                    other, words = timed(call, work.graph)
+                    print(line + f"| {peer} | {words} | {other / time:.2f} |", flush=True)
                 except Exception as error:
                     print(line + f"| {peer} | failed: {str(error)[:120]!r} | |", flush=True)
                 line = "| | | | "
