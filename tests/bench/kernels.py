@@ -8,8 +8,8 @@ kept here. NAME selects works by a part of their name. A time counts only where 
 
 Inputs are fresh random numbers; everything that must not be read holds NaN, outputs are poisoned by the caching
 allocator's leftovers. Times are medians: of ``triton.testing.do_bench``, and of graph replays where a work is so small
-that launching it would be what is measured (``graph``); its time when it is launched stands beside it (``eager``). Shares are of the copy bandwidth (bytes read and written) or
-the bf16 matrix rate that this run measured first.
+that launching it would be what is measured (``graph``); its time when it is launched stands beside it (``eager``).
+Shares are of the copy bandwidth (bytes read and written) or the bf16 matrix rate that this run measured first.
 """
 
 from __future__ import annotations
