@@ -23,7 +23,7 @@ poisoned_results = ref.poisoned_results
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not isinstance(fp._prologue_kernel, triton.JITFunction), reason="kernels are interpreted"),
+    pytest.mark.skipif(not isinstance(fp.prologue_kernel, triton.JITFunction), reason="kernels are interpreted"),
 ]
 
 
