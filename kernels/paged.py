@@ -408,7 +408,7 @@ def paged_attention(
     in V that one of them sees may reach the others, one that none sees reaches nobody.
 
     Over MXFP8, where token * q_head is at least seq * max_pages * page_size * head, as in prefill, q, K and V are first
-    dequantised to bf16. While the call runs, that takes up to three times the memory of the output.
+    dequantised to bf16. While the call runs, that takes at most the memory of two q in bf16 and of another output.
 
     Returns (token, q_head, v_head_dim) in the dtype of q, bf16 over MXFP8. All arithmetic is fp32, but for the second
     product's probabilities: in the dtype of V, over MXFP8 fp16 where a program has few queries and bf16 where many.
@@ -477,7 +477,7 @@ def paged_attention(
 def _worth_expanding(query_rows: int, key_rows: int, sizes: dict[str, Any], scaled: bool) -> bool:
     """Whether to dequantise q, K and V once, before attention, and not in every program that uses them.
 
-    With as many rows of q as of keys the copies take no more memory than three times the output.
+    With at least as many rows of q as of keys, the copy of K is no larger than that of q, and that of V than the output.
     """
     return not sizes["SPREAD"] and not scaled and key_rows <= query_rows
 
