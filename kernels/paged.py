@@ -477,7 +477,7 @@ def paged_attention(
 def _worth_expanding(query_rows: int, key_rows: int, sizes: dict[str, Any], scaled: bool) -> bool:
     """Whether to dequantise q, K and V once, before attention, and not in every program that uses them.
 
-    With at least as many rows of q as of keys, the copy of K is no larger than that of q, and that of V than the output.
+    With at least as many rows of q as of keys, the copy of K is no larger than that of q, that of V than the output.
     """
     return not sizes["SPREAD"] and not scaled and key_rows <= query_rows
 
