@@ -265,8 +265,11 @@ class Layout:
         return tuple(dict.fromkeys([*self.dims, *(n for n, _ in self.rules.default), *public]))
 
     def with_names(self, rename: Mapping[str, str]) -> Layout:
-        """The same layout with names replaced; used to keep one argument's private names apart from another's."""
-        return self(**{old: Name(new) for old, new in rename.items() if old in self._names})
+        """The same layout with names replaced by new ones: one argument's private names apart from another's."""
+        values = {old: Name(new) for old, new in rename.items() if old in self._names}
+        renamed = object.__new__(type(self))
+        renamed._set(*self._substituted(values))  # what was right with the old names is right with the new
+        return renamed
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 
