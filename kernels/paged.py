@@ -445,7 +445,7 @@ def paged_attention(
     blocks = tokens // sizes["BLOCK_Q"] + seqs if varlen else seqs
     splits = _splits(blocks * heads, max_pages * page_size, sizes["SPREAD"])
     once = sizes["SPREAD"] and page_size % 64 == 0 and triton.cdiv(max_pages * page_size, splits) <= 64
-    if once:  # one tile a program
+    if once and max(head_dim, v_head_dim) <= 128:  # one tile a program; of wider heads two take fewer registers
         sizes["BLOCK_N"] = 64
     part = lse = out  # not used
     if splits > 1:
