@@ -40,6 +40,7 @@ from layoutcheck import (
     when,
 )
 from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._mxfp8 import BLOCK
 from layoutcheck.kernels._prologue import (
     CACHE,
     CONV,
@@ -129,13 +130,17 @@ def _run(
 ) -> Prologue:  # fmt: skip
     """Allocate the results and start the kernel."""
     tokens, (dkv, width), device = qkvr.shape[0], k_weight.shape, qkvr.device
+    heads, head_dim = k_cache.shape[1:]
+    q_heads = dq // head_dim
     mxfp8 = k_cache.dtype == torch.float8_e4m3fn
     q = torch.empty(tokens, dq, dtype=torch.float8_e4m3fn if mxfp8 else torch.bfloat16, device=device)
     k = torch.empty(tokens, dkv, dtype=torch.bfloat16, device=device)
     v = torch.empty(tokens, dkv, dtype=torch.bfloat16, device=device)
-    q_scale = torch.empty(tokens, dq // 128, 4, dtype=torch.float8_e8m0fnu, device=device) if mxfp8 else None
+    q_scale = None
+    if mxfp8:
+        q_scale = torch.empty(tokens, q_heads, head_dim // BLOCK.value, dtype=torch.float8_e8m0fnu, device=device)
     tile, q_tile, warps = _tiles(tokens)
-    programs = triton.cdiv(tokens, tile) * (triton.cdiv(dq // 128, q_tile) + 2 * (dkv // 128))
+    programs = triton.cdiv(tokens, tile) * (triton.cdiv(q_heads, q_tile) + 2 * heads)
     if programs:
         launch(
             prologue_kernel, (programs,), qkvr,
@@ -144,7 +149,7 @@ def _run(
             loc, k_cache, v_cache, *(None if t is None else raw(t) for t in (k_scale, v_scale)), q_factor,
             q, None if q_scale is None else raw(q_scale), k, v,
             tokens, eps, qkvr.stride(0), *k_conv.stride()[:2], *v_conv.stride()[:2], draft_tokens,
-            Q_HEAD=dq // 128, HEAD=dkv // 128, PAGE_SIZE=page_size if mxfp8 else None, WIDTH=width,
+            Q_HEAD=q_heads, HEAD=heads, PAGE_SIZE=page_size if mxfp8 else None, WIDTH=width,
             TAPS=triton.next_power_of_2(width), SILU=silu, RESIDUAL=residual, MXFP8=mxfp8, MODE=mode,
             TILE=tile, Q_TILE=q_tile, num_warps=warps,
         )  # fmt: skip
@@ -313,15 +318,15 @@ def fused_prologue_extend(
         loc, k_cache, v_cache, k_scale, v_scale, dq, q_offset, k_offset, v_offset, page_size, eps, silu, residual,
         q_factor, cu_seqlens=cu_seqlens, seq_index=seq_index,
     )  # fmt: skip
-    (dkv, width), seqs, tile = k_weight.shape, cache_indices.shape[0], 2
-    programs = triton.cdiv(seqs, tile) * 2 * (dkv // 128)
+    heads, seqs, tile = k_cache.shape[1], cache_indices.shape[0], 2
+    programs = triton.cdiv(seqs, tile) * 2 * heads
     # Not in the first launch: its programs read the rows that this one replaces.
     if programs and qkvr.shape[0]:
         launch(
             conv_update_kernel, (programs,), qkvr,
             qkvr, k_offset, v_offset, k_conv, v_conv, cache_indices, cache_mask, track_indices, track_mask, track_rows,
             cu_seqlens, seqs, qkvr.stride(0), *k_conv.stride()[:2], *v_conv.stride()[:2],
-            HEAD=dkv // 128, WIDTH=width, TILE=tile, num_warps=1,
+            HEAD=heads, WIDTH=k_weight.shape[1], TILE=tile, num_warps=1,
         )  # fmt: skip
     return result
 
