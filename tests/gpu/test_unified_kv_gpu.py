@@ -54,7 +54,7 @@ def reference(q, rows, indices, indptr, sink, scale):
     return out
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8", "fp8, query fp16"])
 @pytest.mark.parametrize(
     ("heads", "dim", "lengths", "page_size"),
     [
@@ -72,7 +72,7 @@ def reference(q, rows, indices, indptr, sink, scale):
 def test_attention(heads, dim, lengths, page_size, kind):
     slots = page_size * (12_000 // page_size)
     generator = torch.Generator("cuda").manual_seed(heads)
-    dtype = torch.float16 if kind == "fp16" else torch.bfloat16
+    dtype = torch.float16 if kind.endswith("fp16") else torch.bfloat16
     indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     # Slots of odd pages are not listed, and NaN. Behind the lists is room that must not be read.
     page = torch.randint(1, slots // page_size // 2, (sum(lengths),), generator=generator, device="cuda") * 2
@@ -83,18 +83,19 @@ def test_attention(heads, dim, lengths, page_size, kind):
     sink = torch.randn(heads, generator=generator, device="cuda")
     sink[0] = -math.inf
     scale = None
-    if kind == "fp8":
+    if kind.startswith("fp8"):
         *_, kv, scale = pool(slots, dim, page_size)
-        # Rows are dequantised in fp32 and rounded to q's dtype: so are the reference's.
         rows = kv.float() * scale.repeat_interleave(page_size, 0).repeat_interleave(64, 1)
-        rows = rows.to(dtype).double()
+        # Few heads over rows of 512 use the codes as they are; else rows are rounded to q's dtype, as the reference's.
+        rows = (rows if heads <= 32 and dim == 512 else rows.to(dtype)).double()
         kv.view(torch.uint8)[odd] = 0xFF
         scale[1::2] = math.nan
     else:
         kv = torch.randn(slots, dim, generator=generator, device="cuda").to(dtype)
         rows = kv.double()
         kv[odd] = math.nan
-    q = q / 8 if kind == "fp8" else q  # rows differ by powers of two; keep the softmax from picking only the largest
+    # Rows of FP8 differ by powers of two: smaller queries keep the softmax from picking only the largest.
+    q = q / 8 if scale is not None else q
     for given in (sink, None):
         out = sparse_attention_unified_kv(q, kv, indices, indptr, given, kv_scale=scale, page_size=page_size)
         want = reference(
@@ -119,10 +120,28 @@ def test_offsets_past_32_bits():
     torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=2**-6)
 
 
+@pytest.mark.parametrize("dim", [128, 512])
 @pytest.mark.parametrize("splits", [1, 2, 7])
-def test_splits(splits, monkeypatch):
+def test_splits(splits, dim, monkeypatch):
     monkeypatch.setattr(unified_kv, "_splits", lambda *_: splits)
-    test_attention(16, 128, [1000, 0, 64, 300], 4, "fp8")
+    test_attention(16, dim, [1000, 0, 64, 300], 4, "fp8")
+
+
+@pytest.mark.parametrize(("heads", "aligned"), [(16, True), (16, False), (128, True)])
+def test_every_code_of_e4m3(heads, aligned):
+    """A row of its own for each code, and a NaN where the code is one."""
+    dim = 512
+    wide = torch.zeros(256 * dim + 8, dtype=torch.uint8, device="cuda")
+    kv = wide[: 256 * dim] if aligned else wide[8:]
+    kv.copy_(torch.arange(256, device="cuda").repeat_interleave(dim))
+    kv = kv.view(E4M3).view(256, dim)
+    scale = torch.full((256, dim // 64), 0.5, device="cuda")
+    indices = torch.arange(256, dtype=torch.int32, device="cuda")
+    indptr = torch.arange(257, dtype=torch.int32, device="cuda")  # one slot for each token
+    q = torch.randn(256, heads, dim, device="cuda").bfloat16()
+    out = sparse_attention_unified_kv(q, kv, indices, indptr, kv_scale=scale)
+    want = (kv.double() * 0.5)[:, None].expand(-1, heads, -1)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=0, equal_nan=True)
 
 
 def test_replay_from_a_graph():

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from layoutcheck import LayoutError, mode
 from layoutcheck.kernels import unified_kv
+from layoutcheck.kernels._unified_kv import attend_few_kernel
 from layoutcheck.kernels.unified_kv import quantize_store_unified_kv, sparse_attention_unified_kv
 from layoutcheck.layouts.unified_kv import UNIFIED_KV_SCALE
 
@@ -265,21 +266,106 @@ def test_largest_rows(code):
     Problem([5, 0, 140], heads=2, dim=512, dtype=torch.bfloat16, code=code).check()
 
 
-@pytest.mark.parametrize("sink", [True, False])
-@pytest.mark.parametrize("splits", [1, 2, 5])
-def test_splits(splits, sink, monkeypatch):
-    """More parts than a list has tiles, lists that end in any part, and one that is empty."""
-    launched = []
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that ran."""
+    kernels = []
     launch = unified_kv.launch
 
-    def count(kernel, *args, **kw):
-        launched.append(kernel)
+    def note(kernel, *args, **kw):
+        kernels.append(kernel)
         launch(kernel, *args, **kw)
 
-    monkeypatch.setattr(unified_kv, "launch", count)
+    monkeypatch.setattr(unified_kv, "launch", note)
+    return kernels
+
+
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("dim", [64, 512])
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_splits(splits, dim, sink, launched, monkeypatch):
+    """More parts than a list has tiles, lists that end in any part, and one that is empty."""
     monkeypatch.setattr(unified_kv, "_splits", lambda *_: splits)
-    Problem([200, 0, 65], heads=3, dim=64, dtype=torch.bfloat16, code=E4M3, page_size=5).check(sink)
+    Problem([200, 0, 65], heads=3, dim=dim, dtype=torch.bfloat16, code=E4M3, page_size=5).check(sink)
     assert len(launched) == (1 if splits == 1 else 2)
+
+
+# --- few heads over FP8 rows of 512 have a kernel of their own --------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "page_size"), [(1, 1), (16, 2), (17, 3), (32, 64)])
+def test_few_heads(heads, page_size, dtype, launched):
+    pages = 60 if page_size < 64 else 8
+    problem = Problem([31, 32, 33, 1, 0, 100], heads, 512, dtype, E4M3, page_size, pages=pages)
+    problem.check()
+    assert launched[0] is attend_few_kernel
+
+
+def test_many_heads_over_the_largest_rows(launched):
+    Problem([3, 130], heads=70, dim=512, dtype=torch.bfloat16, code=E4M3, page_size=2).check()
+    assert launched[0] is unified_kv._attend_kernel
+    assert unified_kv._attend_blocks(70, 512, True, 232_448)["STAGES"] > 0
+
+
+@pytest.mark.parametrize(
+    ("power", "dtype"), [*((p, torch.bfloat16) for p in (-140, -60, 0, 60, 120)), (0, torch.float16)]
+)
+def test_queries_of_any_size(power, dtype):
+    """Heads of one query differ by up to 2^20, and softmax_scale makes up for the size of all."""
+    problem = Problem([70], 4, 512, dtype, E4M3)
+    small = problem.q * (2.0 ** torch.tensor([0.0, -3, -10, -20]))[:, None].to(dtype)
+    scale = 512**-0.5 * 2.0 ** (-power if power > -100 else 100)
+    want = reference(small, problem.rows, problem.indices, problem.indptr, problem.sink, 512**-0.5)
+    if power == -140:  # subnormal: their products vanish
+        want = reference(small * 0, problem.rows, problem.indices, problem.indptr, problem.sink, 512**-0.5)
+    close(problem.run(q=small * 2.0**power, softmax_scale=scale), want, problem.rows[~problem.rows.isnan().any(1)])
+
+
+@pytest.mark.parametrize("spread", [0, 20, 60])
+def test_scales_of_any_size(spread):
+    """Rows with scales 2^spread times those of others have no weight: the others are not lost beside them."""
+    problem = Problem([90], 5, 512, torch.bfloat16, E4M3)
+    large = problem.indices[:10].long()
+    problem.kv[large] = torch.ones(512).to(E4M3)
+    problem.scale[large] = 2.0 ** (spread - 4)
+    problem.rows = problem.kv.double() * problem.scale.repeat_interleave(64, 1).double()
+    q = (-problem.q.float().abs() * 2.0 ** (9 - spread)).bfloat16()
+    sink = torch.full((5,), -math.inf)
+    want = reference(q, problem.rows, problem.indices, problem.indptr, sink, 512**-0.5)
+    others = problem.rows[[n for n in problem.indices[:90].tolist() if n not in large.tolist()]]
+    assert want.abs().max() < 2 * others.abs().max()
+    close(problem.run(q=q, sink=sink), want, others)
+
+
+def test_negative_and_zero_scales():
+    problem = Problem([50, 20], 3, 512, torch.bfloat16, E4M3)
+    used = problem.indices[:70].long()
+    problem.scale[used[::3], 2] *= -1
+    problem.scale[used[::4], 5] = 0.0
+    problem.rows = problem.kv.double() * problem.scale.repeat_interleave(64, 1).double()
+    problem.check()
+
+
+@pytest.mark.parametrize("group", range(8))
+def test_few_heads_do_not_lose_a_nan(group):
+    problem = Problem([40, 30], 3, 512, torch.bfloat16, E4M3)
+    problem.kv.view(torch.uint8)[problem.indices[50], group * 64 + 7] = 0x7F
+    out = problem.run()
+    assert out[1].isnan().all()
+    assert not out[0].isnan().any() or problem.indices[50] in problem.indices[:40]
+
+
+def test_rows_that_are_not_aligned_have_the_general_kernel(launched):
+    problem = Problem([40], 3, 512, torch.bfloat16, E4M3)
+    wide = torch.zeros(problem.kv.numel() + 8, dtype=torch.uint8)
+    start = 8 - wide.data_ptr() % 16 % 8
+    apart = wide[start : start + problem.kv.numel()].view(E4M3).view(problem.kv.shape)
+    apart.view(torch.uint8)[:] = problem.kv.view(torch.uint8)
+    assert apart.data_ptr() % 16 != 0
+    problem.kv = apart
+    problem.check()
+    assert launched[0] is unified_kv._attend_kernel
 
 
 def test_few_long_lists_are_cut():
