@@ -6,6 +6,7 @@ what is returned. A kernel behind an operator traces on any device: its body is 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import typing
@@ -114,9 +115,7 @@ def op(name: str, fn: F, *, fake: Callable[..., Any] | None = None) -> F:
 
     apply.__name__ = getattr(fn, "__name__", "apply")
     wrapper = _compile.compile_guard(apply, contract)
-    wrapper.__doc__, wrapper.__module__, wrapper.__wrapped__ = fn.__doc__, fn.__module__, fn
-    wrapper.__name__, wrapper.__qualname__ = apply.__name__, getattr(fn, "__qualname__", apply.__name__)
-    wrapper.__annotations__ = getattr(fn, "__annotations__", {})
+    functools.update_wrapper(wrapper, fn)
     wrapper.contract, wrapper.op = contract, made
     return typing.cast(F, wrapper)
 
