@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import triton
 
-__all__ = ["interpreted", "launch", "raw"]
+__all__ = ["TRITON", "interpreted", "launch", "raw"]
+
+TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 def interpreted(kernel: Any) -> bool:

@@ -273,7 +273,7 @@ def attend_few_kernel(
     l = tl.zeros((16, BLOCK_N), tl.float32)  # noqa: E741 - its name in the literature
     group_m = tl.full((8, 16), LOWEST, tl.float32)
     acc = tl.zeros((8, 16, 64), tl.float32)
-    nothing = (tl.zeros((1, 16, 16), tl.float16), tl.zeros((1, 16, BLOCK_N), tl.float16))
+    nothing = (tl.zeros((8, 16, 16), tl.float16), tl.zeros((8, 16, BLOCK_N), tl.float16))
 
     n = tl.arange(0, BLOCK_N)
     key_n = tl.arange(0, 8)[:, None] + tl.arange(0, BLOCK_N // 8)[None, :] * 8
@@ -314,7 +314,7 @@ def attend_few_kernel(
             m = new
 
             # Every warp needs all logits. A product whose layout has them there puts them there; it adds nothing.
-            logits = tl.broadcast_to(tl.dot(nothing[0], nothing[1], logits[None]), (8, 16, BLOCK_N))
+            logits = tl.dot(nothing[0], nothing[1], tl.broadcast_to(logits[None], (8, 16, BLOCK_N)))
             bits = scale.to(tl.int32, bitcast=True)
             power = (((bits >> 23) & 0xFF) - 127).to(tl.float32)
             mantissa = ((bits & -0x7F800001) | 0x3F800000).to(tl.float32, bitcast=True)  # and its sign

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutcheck import FP32, INT32, Index, Indptr, Layout, contract, forbids, needs, when
-from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._launch import TRITON, launch, raw
 from layoutcheck.kernels._mxfp8 import BLOCK, scale_value
 from layoutcheck.kernels._paged import (
     CACHE,
@@ -60,7 +60,6 @@ PART_LSE = Layout("attention.lse", "token q_head split -> token q_head split", d
 part_offset = PART.offset_fn("token", "q_head", "split", "v_head_dim", name="part_offset")
 lse_offset = PART_LSE.offset_fn("token", "q_head", "split", name="part_lse_offset")
 
-TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 LOG2_E = 1.4426950408889634
 
 

@@ -35,7 +35,7 @@ from layoutcheck import (
     needs,
     when,
 )
-from layoutcheck.kernels._launch import interpreted, launch
+from layoutcheck.kernels._launch import TRITON, interpreted, launch
 from layoutcheck.kernels._mxfp8 import abs_bits
 from layoutcheck.kernels._unified_kv import (
     FEW_BLOCKS,
@@ -361,7 +361,7 @@ def _reduce_kernel(
 class _Device(NamedTuple):
     processors: int
     shared_memory: int  # bytes that one program can have
-    converts_e4m3: bool  # to fp16, by an instruction of NVIDIA's
+    few: bool  # whether the kernel for few heads can run here, and is the faster
 
 
 @lru_cache
@@ -370,8 +370,11 @@ def _device(device: torch.device) -> _Device:
     if device.type == "cpu":
         return _Device(132, 232_448, True)
     found = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    converts = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-    return _Device(found["multiprocessor_count"], found["max_shared_mem"], converts)
+    # Its e4m3 are converted by an instruction of NVIDIA's. Triton 3.7 to 3.9 keep all of its query in registers, not in
+    # shared memory, and then have too few for the rest: by what they compile to, it is not the faster there.
+    nvidia = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    few = nvidia and TRITON == (3, 6)
+    return _Device(found["multiprocessor_count"], found["max_shared_mem"], few)
 
 
 @lru_cache
@@ -439,9 +442,10 @@ def sparse_attention_unified_kv(
     - ``softmax_scale``: factor of q . k; dim^-0.5 if not given.
 
     Returns (token, head, dim) of q's dtype: zeros for an empty list. FP8 rows are dequantised in fp32 and rounded to
-    q's dtype, as probabilities are; everything else is fp32. On NVIDIA GPUs up to 32 heads over aligned e4m3 rows of
-    512 do better: rows are exact, and probabilities, with the scales that belong to them, are rounded to fp16. Rows
-    that are not listed are not read. Long lists of few tokens are cut into parts, which a second launch reduces.
+    q's dtype, as probabilities are; everything else is fp32. On NVIDIA GPUs with Triton 3.6, up to 32 heads over
+    aligned e4m3 rows of 512 do better: rows are exact, and probabilities, with the scales that belong to them, are
+    rounded to fp16. Rows that are not listed are not read. Long lists of few tokens are cut into parts, which a second
+    launch reduces.
 
     Raises :class:`layoutcheck.LayoutError`; ``RuntimeError`` without a GPU or the interpreter.
     """
@@ -451,13 +455,7 @@ def sparse_attention_unified_kv(
         return out
     device = _device(q.device)
     # The kernel for few heads loads words. Two of its blocks, of 16 heads, take less time than one of 32 of the other.
-    few = (
-        kv.dtype is torch.float8_e4m3fn
-        and dim == 512
-        and heads <= 32
-        and device.converts_e4m3
-        and kv.data_ptr() % 16 == 0
-    )
+    few = kv.dtype is torch.float8_e4m3fn and dim == 512 and heads <= 32 and device.few and kv.data_ptr() % 16 == 0
     sizes = FEW_BLOCKS if few else _attend_blocks(heads, dim, kv_scale is not None, device.shared_memory)
     programs = tokens * triton.cdiv(heads, 16 if few else sizes["BLOCK_H"])
     tiles = triton.cdiv(triton.cdiv(indices.shape[0], tokens), sizes["BLOCK_N"])

@@ -86,8 +86,9 @@ def test_attention(heads, dim, lengths, page_size, kind):
     if kind.startswith("fp8"):
         *_, kv, scale = pool(slots, dim, page_size)
         rows = kv.float() * scale.repeat_interleave(page_size, 0).repeat_interleave(64, 1)
-        # Few heads over rows of 512 use the codes as they are; else rows are rounded to q's dtype, as the reference's.
-        rows = (rows if heads <= 32 and dim == 512 else rows.to(dtype)).double()
+        # The kernel for few heads uses the codes as they are; else rows are rounded to q's dtype, as the reference's.
+        few = unified_kv._device(q.device).few and heads <= 32 and dim == 512
+        rows = (rows if few else rows.to(dtype)).double()
         kv.view(torch.uint8)[odd] = 0xFF
         scale[1::2] = math.nan
     else:

@@ -74,7 +74,7 @@ kernel = unified_kv._attend_kernel
 signature = next(types for _, found, types, _ in unified_kv.compile_cases() if found is kernel)
 for room, arch in ((227 * 1024, 90), (99 * 1024, 89)):
     for heads, dim in ((128, 512), (64, 448), (128, 256), (40, 1024), (16, 192)):
-        sizes = unified_kv._attend_blocks(heads, dim, True, room)
+        sizes = dict(unified_kv._attend_blocks(heads, dim, True, room))
         options = {n: sizes.pop(n) for n in ("num_warps", "num_stages")}
         constants = dict(HEAD=heads, DIM=dim, PAGE_SIZE=1, PAGE_STRIDE=dim // 64, lse=None, **sizes)
         types = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
