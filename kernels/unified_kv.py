@@ -372,8 +372,8 @@ def _device(device: torch.device) -> _Device:
     found = triton.runtime.driver.active.utils.get_device_properties(device.index)
     # Its e4m3 are converted by an instruction of NVIDIA's. Triton 3.7 to 3.9 keep all of its query in registers, not in
     # shared memory, and then have too few for the rest: by what they compile to, it is not the faster there.
-    nvidia = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-    few = nvidia and TRITON == (3, 6)
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    few = nvidia and TRITON == (3, 6) and torch.cuda.get_device_capability(device) >= (8, 9)
     return _Device(found["multiprocessor_count"], found["max_shared_mem"], few)
 
 
