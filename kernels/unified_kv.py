@@ -243,12 +243,16 @@ def _product(a, b, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _weigh(logits, m, l):  # noqa: E741
-    """Weights of a tile [head, slot], the factor of what came before, and the new maximum and sum of each row."""
+def _weigh(logits, m, l, APART: tl.constexpr):  # noqa: E741
+    """Weights of a tile [head, slot], the factor of what came before, and the new maxima and sums of rows.
+
+    ``APART`` keeps a sum for each slot of a tile, to be added up at the end: no warp waits for others.
+    """
     new = tl.maximum(m, tl.max(logits, axis=1))
     p = tl.exp2(logits - new[:, None])
     correction = tl.exp2(m - new)
-    return p, correction, new, l * correction + tl.sum(p, axis=1)
+    l = l * correction[:, None] + p if APART else l * correction + tl.sum(p, axis=1)  # noqa: E741
+    return p, correction, new, l
 
 
 @triton.jit
@@ -276,9 +280,13 @@ def _attend_kernel(
     m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     if sink is not None and lse is None:
         m = tl.load(sink + head, head < HEAD, other=0.0) * LOG2E
-    l = tl.full((BLOCK_H,), 1.0, tl.float32)  # noqa: E741 - its name in the literature
-    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     n = tl.arange(0, BLOCK_N)
+    APART: tl.constexpr = SWAP and kv_scale is not None  # rows of 16 bits leave no registers for it
+    if APART:
+        l = tl.broadcast_to(tl.where(n == 0, 1.0, 0.0)[None, :], (BLOCK_H, BLOCK_N))  # noqa: E741 - as in the literature
+    else:
+        l = tl.full((BLOCK_H,), 1.0, tl.float32)  # noqa: E741
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     nothing = (tl.zeros((BLOCK_H, 16), q.dtype.element_ty), tl.zeros((16, BLOCK_N), q.dtype.element_ty))
     if STAGES > 0:
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
@@ -292,7 +300,7 @@ def _attend_kernel(
             if start < end:
                 logits = tl.dot(queries, tl.trans(rows))
             logits = tl.dot(nothing[0], nothing[1], logits) * score_scale
-            p, correction, m, l = _weigh(tl.where(live[None, :], logits, float("-inf")), m, l)  # noqa: E741
+            p, correction, m, l = _weigh(tl.where(live[None, :], logits, float("-inf")), m, l, APART)  # noqa: E741
             acc = tl.dot(p.to(q.dtype.element_ty), rows, acc * correction[:, None])
     else:
         slot = tl.load(indices + begin + n, begin + n < end, other=0)
@@ -308,7 +316,7 @@ def _attend_kernel(
                 scale = _listed_scales(kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
             slot = tl.load(indices + 2 * BLOCK_N + at, at < end - 2 * BLOCK_N, other=0)
             logits = _product(queries, tl.trans(rows), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), SWAP) * score_scale
-            p, correction, m, l = _weigh(tl.where((at < end)[None, :], logits, float("-inf")), m, l)  # noqa: E741
+            p, correction, m, l = _weigh(tl.where((at < end)[None, :], logits, float("-inf")), m, l, APART)  # noqa: E741
             acc = _product(p.to(q.dtype.element_ty), rows, acc * correction[:, None], SWAP)
             # Dequantised here, not where it is used: Triton puts a left operand that the loop carries into shared
             # memory for both products, and one computed beside them into registers, which it then lacks.
@@ -316,6 +324,8 @@ def _attend_kernel(
                 more = _dequantized(more, scale, q.dtype.element_ty)
             rows = more
 
+    if APART:
+        l = tl.sum(l, axis=1)  # noqa: E741
     acc = acc / l[:, None]
     if lse is None:
         at_out = out_offset(token, head[:, None], d[None, :], HEAD=HEAD, DIM=DIM)
