@@ -32,6 +32,7 @@ _FORMATS = {
     tl.float32: torch.float32,
     tl.float64: torch.float64,
 }
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and below 0 in the same order
 _IN_NUMPY = (tl.float16, tl.float32, tl.float64)
 _CASTS = ("create_fp_ext", "create_fp_trunc", "create_fp_to_fp", "create_si_to_fp", "create_ui_to_fp")
 # The operations that may take or give bits. Any other is refused, also one that a later version of Triton adds.
@@ -125,14 +126,21 @@ def _dot(self: Any, a: Any, b: Any, c: Any, input_precision: Any, max_num_imprec
 
 
 def _dot_scaled(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, *rest: Any) -> Any:
-    *_, c = rest  # after fast_math and how e2m1 is packed
-    if "E2M1" in (a_format.name, b_format.name):
-        raise NotImplementedError("dot_scaled on e2m1: layoutcheck's correction of Triton's interpreter lacks it.")
-    return _multiply_add(_scaled(a, a_scale, -1), _scaled(b, b_scale, -2), c)
+    _, a_along_k, b_along_k, c = rest  # after fast_math; e2m1 may be packed along the other axis
+    left = _pairs(a, -1 if a_along_k else -2) if a_format.name == "E2M1" else _values(a).float()
+    right = _pairs(b, -2 if b_along_k else -1) if b_format.name == "E2M1" else _values(b).float()
+    return _multiply_add(_scaled(left, a_scale, -1), _scaled(right, b_scale, -2), c)
 
 
-def _scaled(operand: Any, scale: Any, k_axis: int) -> torch.Tensor:
-    values = _values(operand).float()
+def _pairs(operand: Any, axis: int) -> torch.Tensor:
+    """The e2m1 numbers of bytes that hold two along an axis, the lower half first."""
+    packed = torch.from_numpy(operand.data.copy()).view(torch.uint8).movedim(axis, -1)
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+    values = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device="cpu")
+    return values[codes.long()].movedim(-1, axis)
+
+
+def _scaled(values: torch.Tensor, scale: Any, k_axis: int) -> torch.Tensor:
     if scale is None:
         return values
     factors = _values(scale)  # [M or N, groups of K], whichever the operand

@@ -307,6 +307,56 @@ def test_dot_scaled(left, right):
     assert_float32_dot(out[rest], exact_a[rest], exact_b, np.zeros((M - 1, N)))
 
 
+@triton.jit
+def _dot_e2m1(
+    a, a_scale, b, b_scale, out, RIGHT: tl.constexpr, A_ALONG_K: tl.constexpr, B_ALONG_K: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    m, n, g = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K // 32)
+    rows: tl.constexpr = M if A_ALONG_K else M // 2
+    width: tl.constexpr = K // 2 if A_ALONG_K else K
+    left = tl.load(a + tl.arange(0, rows)[:, None] * width + tl.arange(0, width)[None, :])
+    packed: tl.constexpr = RIGHT == "e2m1"
+    depth: tl.constexpr = K // 2 if packed and B_ALONG_K else K
+    columns: tl.constexpr = N // 2 if packed and not B_ALONG_K else N
+    right = tl.load(b + tl.arange(0, depth)[:, None] * columns + tl.arange(0, columns)[None, :])
+    left_scale = tl.load(a_scale + m[:, None] * (K // 32) + g[None, :])
+    right_scale = tl.load(b_scale + n[:, None] * (K // 32) + g[None, :])
+    product = tl.dot_scaled(
+        left, left_scale, "e2m1", right, right_scale, RIGHT, lhs_k_pack=A_ALONG_K, rhs_k_pack=B_ALONG_K
+    )
+    tl.store(out + m[:, None] * N + n[None, :], product)
+
+
+def random_e2m1(shape, axis, seed):
+    """Bytes of two numbers along an axis, the lower half first, and the numbers: 1 bit of mantissa, a bias of 1."""
+    codes = np.random.default_rng(seed).integers(0, 16, shape)
+    exponent, fraction = codes >> 1 & 3, codes & 1
+    exact = np.ldexp(np.where(exponent > 0, 1 + fraction / 2, fraction / 2), np.maximum(exponent, 1) - 1)
+    low, high = (codes.take(range(i, shape[axis], 2), axis) for i in (0, 1))
+    return torch.from_numpy((low | high << 4).astype(np.uint8)), np.where(codes & 8, -exact, exact)
+
+
+@pytest.mark.skipif(
+    not hasattr(interpreter.InterpreterBuilder, "create_dot_scaled"), reason="Triton before 3.8 cannot interpret it"
+)
+@pytest.mark.parametrize(("right", "a_along_k", "b_along_k"), [("e2m1", 1, 1), ("e2m1", 0, 0), ("e4m3", 1, 1)])
+def test_dot_scaled_of_e2m1(right, a_along_k, b_along_k):
+    columns = 2 * N
+    a, exact_a = random_e2m1((M, K), 1 if a_along_k else 0, 0)
+    if right == "e2m1":
+        b, exact_b = random_e2m1((K, columns), 0 if b_along_k else 1, 1)
+    else:
+        b, exact_b = random_codes(FORMATS["e4m3fn"], (K, columns), 1)
+    rng, out = np.random.default_rng(2), torch.empty(M, columns)
+    scale_a, scale_b = (rng.integers(120, 135, (rows, K // 32), dtype=np.uint8) for rows in (M, columns))
+    scales = [torch.from_numpy(s) for s in (scale_a, scale_b)]
+    _dot_e2m1[(1,)](a, scales[0], b, scales[1], out, right, bool(a_along_k), bool(b_along_k), M, columns, K)
+    exact_a = exact_a * np.repeat(np.ldexp(1.0, scale_a.astype(int) - 127), 32, axis=1)
+    exact_b = exact_b.T * np.repeat(np.ldexp(1.0, scale_b.astype(int) - 127), 32, axis=1)
+    assert_float32_dot(out, exact_a, exact_b, np.zeros((M, columns)))
+
+
 # --- What may be done to bits, and what may not --------------------------------------------------------------------
 
 
