@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutcheck import BF16, FP16, FP32, Layout
+from layoutcheck import BF16, FP16, FP32, INT32, Layout
 from layoutcheck.layouts.rows import ROWS_THD
 from layoutcheck.layouts.unified_kv import UNIFIED_KV_ROWS, UNIFIED_KV_SCALE
 
@@ -40,12 +40,16 @@ SCALE_OF_SLOT = Layout(
     pitch={"page": "group + row_gap", "token": 0},
     default={"row_gap": 0},
 )
+# Rows of 512 elements in words of four, as the lanes of the kernel for few heads load them: 16 or 8 of each group.
+ROW_WORDS = Layout("unified_kv.row_words", "group lane word -> group lane word", dtype=INT32, group=8, offsets="int32")
 QUERY = ROWS_THD(head_dim="dim", dtype=(BF16, FP16))
 OUT = Layout("attention.out", "token head dim -> token head dim", dtype=(BF16, FP16))
 PARTIAL = Layout("attention.partial", "token split head dim -> token split head dim", dtype=FP32)
 LSE = Layout("attention.lse", "token split head -> token split head", dtype=FP32)
 
 slot_offset = POOL.offset_fn("slot", "dim", name="slot_offset")
+key_word = ROW_WORDS(lane=4, word=4).offset_fn("group", "lane", "word", name="key_word")
+value_word = ROW_WORDS(lane=8, word=2).offset_fn("group", "lane", "word", name="value_word")
 slot_scale_offset = SCALE_OF_SLOT.offset_fn("slot", "group", name="slot_scale_offset", strides=("page",))
 query_offset = QUERY.offset_fn("token", "head", "head_dim", name="query_offset", strides=("token", "head"))
 out_offset = OUT.offset_fn("token", "head", "dim", name="out_offset")
@@ -165,11 +169,8 @@ def _joined(x):
 @triton.jit
 def _key_words(kv, slot, DIM: tl.constexpr):
     """Words [t, g, slot / 8, group, word] of slots [g, slot / 8]: lane t has 16 elements of each group."""
-    word = (
-        tl.arange(0, 8)[None, None, None, :, None] * 16
-        + tl.arange(0, 4)[:, None, None, None, None] * 4
-        + tl.arange(0, 4)[None, None, None, None, :]
-    )
+    t, group = tl.arange(0, 4)[:, None, None, None, None], tl.arange(0, 8)[None, None, None, :, None]
+    word = key_word(group, t, tl.arange(0, 4)[None, None, None, None, :])
     words = kv.to(tl.pointer_type(tl.int32), bitcast=True)
     return tl.load(words + slot_offset(slot[None, :, :, None, None], word, DIM=DIM // 4))
 
@@ -177,11 +178,8 @@ def _key_words(kv, slot, DIM: tl.constexpr):
 @triton.jit
 def _value_words(kv, slot, DIM: tl.constexpr):
     """Words [t, g, group, slot / 16, i, word] of slots [t, slot / 16, i]: lane g has 8 elements of each group."""
-    word = (
-        tl.arange(0, 8)[None, None, :, None, None, None] * 16
-        + tl.arange(0, 8)[None, :, None, None, None, None] * 2
-        + tl.arange(0, 2)[None, None, None, None, None, :]
-    )
+    g, group = tl.arange(0, 8)[None, :, None, None, None, None], tl.arange(0, 8)[None, None, :, None, None, None]
+    word = value_word(group, g, tl.arange(0, 2)[None, None, None, None, None, :])
     words = kv.to(tl.pointer_type(tl.int32), bitcast=True)
     return tl.load(words + slot_offset(slot[:, None, None, :, :, None], word, DIM=DIM // 4))
 
