@@ -17,12 +17,30 @@ from layoutcheck.layouts.rows import ROWS_THD
 QUERY = ROWS_THD(head="q_head", dtype=(BF16, FP16, E4M3))
 CACHE = PAGED_NHD(dtype=(BF16, FP16, E4M3), view="slot head head_dim", pitch={})
 PAGE_TABLE = Layout("page_table", "seq max_pages -> seq max_pages", dtype=INT32, dense="max_pages")
+# The page table as the keys of a sequence see it, whose tokens of a page are zero entries apart; and those tokens.
+PAGE_OF_KEY = Layout(
+    "page_table of key",
+    "seq key(max_pages token) -> seq max_pages token",
+    dtype=INT32,
+    token="page_size",
+    pitch={"seq": "max_pages + row_gap", "max_pages": 1, "token": 0},
+    default={"row_gap": 0},
+)
+TOKEN_OF_KEY = Layout(
+    "token of key",
+    "key(max_pages token) -> max_pages token",
+    dtype=INT32,
+    token="page_size",
+    pitch={"max_pages": 0, "token": 1},
+    offsets="int32",
+)
 SLOTS = Layout("slots", "slot(page token) -> page token", dtype=INT32, token="page_size")
 
 query_offset = QUERY.offset_fn("token", "head", "head_dim", name="query_offset", strides=("token", "head"))
 flat_offset = MXFP8_SCALE_FLAT.offset_fn("slot", "head", "group", name="paged_flat_offset")
 slot_of = SLOTS.offset_fn("page", "token", name="slot_of")
-table_offset = PAGE_TABLE.offset_fn("seq", "max_pages", name="page_table_offset", strides=("seq",))
+page_of_key = PAGE_OF_KEY.offset_fn("seq", "key", name="page_of_key", strides=("seq",))
+token_of_key = TOKEN_OF_KEY.offset_fn("key", name="token_of_key")
 # These two also in 32 bits, for offsets within a page.
 CACHE_AXES, INTERLEAVED_AXES = ("page", "token", "head", "head_dim"), ("page", "token", "head", "group")
 cache_offset = CACHE.offset_fn(*CACHE_AXES, name="paged_cache_offset")
@@ -61,8 +79,8 @@ def expand_kernel(
     if PAGED:
         seq, key = row // max_keys, row % max_keys
         live = live & (key < tl.load(seq_lens + seq, live, other=0))
-        page = tl.load(page_table + table_offset(seq, key // PAGE_SIZE, SEQ_STRIDE=table_stride), live, other=0)
-        token = key % PAGE_SIZE
+        page = tl.load(page_table + page_of_key(seq, key, PAGE_SIZE=PAGE_SIZE, SEQ_STRIDE=table_stride), live, other=0)
+        token = token_of_key(key, PAGE_SIZE=PAGE_SIZE)
         from_row = cache_offset(page, token, head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
         slot = slot_of(page, token, PAGE_SIZE=PAGE_SIZE)
     else:

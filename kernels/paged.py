@@ -43,9 +43,10 @@ from layoutcheck.kernels._paged import (
     flat_offset,
     interleaved_offset,
     interleaved_offset_32,
+    page_of_key,
     query_offset,
     slot_of,
-    table_offset,
+    token_of_key,
 )
 from layoutcheck.kernels.quantize import SCALES
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT
@@ -87,7 +88,8 @@ def _page(
 ):  # fmt: skip
     """The page of a tile of keys, where it lies in one; else a column, one for each key."""
     key = start if WHOLE else (start + tl.arange(0, BLOCK_N))[:, None]
-    return tl.load(page_table + table_offset(seq, key // PAGE_SIZE, SEQ_STRIDE=table_stride), key < stop, other=0)
+    at = page_of_key(seq, key, PAGE_SIZE=PAGE_SIZE, SEQ_STRIDE=table_stride)
+    return tl.load(page_table + at, key < stop, other=0)
 
 
 @triton.jit
@@ -100,10 +102,11 @@ def _rows(
     n = tl.arange(0, BLOCK_N)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     if WHOLE:  # the map is linear in the token of a page: one address for the tile, and offsets that no tile changes
-        cache += cache_offset(page, start % PAGE_SIZE, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        first = token_of_key(start, PAGE_SIZE=PAGE_SIZE)
+        cache += cache_offset(page, first, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
         at = cache_offset_32(0, n, 0, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
-        token = (start + n) % PAGE_SIZE
+        token = token_of_key(start + n, PAGE_SIZE=PAGE_SIZE)
         at = cache_offset(page, token, head, d, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     inside = d < HEAD_DIM
     if MASKED:
@@ -121,11 +124,12 @@ def _scale_bytes(
     """The E8M0 bytes of the same rows, (key, group)."""
     n = tl.arange(0, BLOCK_N)[:, None]
     group = tl.arange(0, GROUPS)[None, :]
-    token = (start + n) % PAGE_SIZE
+    token = token_of_key(start + n, PAGE_SIZE=PAGE_SIZE)
     if not INTERLEAVED:
         at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
     elif WHOLE:  # linear likewise: a tile has whole chunks of a page, or lies in one
-        scale += interleaved_offset(page, start % PAGE_SIZE, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        first = token_of_key(start, PAGE_SIZE=PAGE_SIZE)
+        scale += interleaved_offset(page, first, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
         at = interleaved_offset_32(0, n, 0, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
         at = interleaved_offset(page, token, head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
