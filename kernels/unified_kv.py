@@ -371,7 +371,7 @@ def _reduce_kernel(
 class _Device(NamedTuple):
     processors: int
     shared_memory: int  # bytes that one program can have
-    few: bool  # whether the kernel for few heads can run here, and is the faster
+    few: bool  # whether few heads over FP8 have the kernel made for them
 
 
 @lru_cache
@@ -381,7 +381,7 @@ def _device(device: torch.device) -> _Device:
         return _Device(132, 232_448, True)
     found = triton.runtime.driver.active.utils.get_device_properties(device.index)
     # Its e4m3 are converted by an instruction of NVIDIA's. Triton 3.7 to 3.9 keep all of its query in registers, not in
-    # shared memory, and then have too few for the rest: by what they compile to, it is not the faster there.
+    # shared memory, and then have too few for the rest, which they spill: it was measured with 3.6 alone.
     nvidia = device.type == "cuda" and torch.version.hip is None
     few = nvidia and TRITON == (3, 6) and torch.cuda.get_device_capability(device) >= (8, 9)
     return _Device(found["multiprocessor_count"], found["max_shared_mem"], few)
@@ -464,7 +464,8 @@ def sparse_attention_unified_kv(
     if out.numel() == 0:
         return out
     device = _device(q.device)
-    # The kernel for few heads loads words. Two of its blocks, of 16 heads, take less time than one of 32 of the other.
+    # The kernel for few heads loads words. By timings of both at other sizes, two of its blocks, of 16 heads, take less
+    # time than one of 32 of the other.
     few = kv.dtype is torch.float8_e4m3fn and dim == 512 and heads <= 32 and device.few and kv.data_ptr() % 16 == 0
     sizes = FEW_BLOCKS if few else _attend_blocks(heads, dim, kv_scale is not None, device.shared_memory)
     programs = tokens * triton.cdiv(heads, 16 if few else sizes["BLOCK_H"])
