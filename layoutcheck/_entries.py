@@ -111,7 +111,12 @@ def skipped(rule: Index, index: torch.Tensor, values: Mapping[str, Any]) -> torc
     """True for each value that the callable ignores."""
     if rule.skip is None:
         return torch.zeros_like(index, dtype=torch.bool)
-    found = truths(parse_condition(f"index {rule.skip}"), {**values, "index": index})
+    return holds(parse_condition(f"index {rule.skip}"), index, values)
+
+
+def holds(expr: Expr, index: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
+    """True for each value for which a condition on ``index`` is; what does not speak of it is one truth for all."""
+    found = truths(expr, {**values, "index": index})
     return found if isinstance(found, torch.Tensor) else torch.full_like(index, found, dtype=torch.bool)
 
 

@@ -220,12 +220,6 @@ def _read_as(bad: int, start: int, stop: int) -> str | None:
     return f"taken as it stands, {bad} counts from the end and is {stop + bad}"
 
 
-def _mask(expr: Expr, values: Mapping[str, Any]) -> torch.Tensor:
-    """A condition on ``index``, value by value; what does not speak of it is one truth for all."""
-    found = _entries.truths(expr, values)
-    return found if isinstance(found, torch.Tensor) else torch.full_like(values["index"], found, dtype=torch.bool)
-
-
 def _sized(expr: Expr, values: Mapping[str, Any]) -> str:
     """``slot = 8192``, or the number alone."""
     value = evaluate(expr, values)
@@ -286,7 +280,7 @@ def _indptr(
 def _each(call_values: Mapping[str, Any], rule: Each, tensor: torch.Tensor) -> Violation | None:
     """The first value of a tensor that does not keep a comparison."""
     flat = tensor.reshape(-1)
-    good = _mask(substitute(rule.expr, {VALUE: Name("index")}), {**call_values, "index": flat})
+    good = _entries.holds(substitute(rule.expr, {VALUE: Name("index")}), flat, call_values)
     bad = (~good).nonzero()
     if not len(bad):
         return None
