@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -29,8 +31,22 @@ def target(name: str) -> GPUTarget:
 
 
 def compile_one(kernel: Any, signature: dict[str, str], constants: dict[str, Any], to: GPUTarget) -> None:
+    """Raises also where LLVM says on stderr that it cannot do a kernel's assembly, and Triton goes on."""
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
-    triton.compile(ASTSource(kernel, types, constants), target=to)
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            triton.compile(ASTSource(kernel, types, constants), target=to)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            said.seek(0)
+            text = said.read().decode(errors="replace")
+            sys.stderr.write(text)
+    errors = [line for line in text.splitlines() if line.startswith("error:")]
+    if errors:
+        raise RuntimeError(errors[0])
 
 
 def main(name: str) -> None:

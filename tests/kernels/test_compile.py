@@ -96,6 +96,40 @@ def test_attention_fits_in_shared_memory(script, count, tmp_path):
     assert not [line for n, line in zip(needed, lines, strict=True) if n > int(line.split()[1])]
 
 
+FEW_HEADS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from layoutcheck.kernels import unified_kv
+
+cases = {name: case for name, *case in unified_kv.compile_cases()}
+kernel, signature, constants = cases["attend few heads"]
+options = {n: unified_kv.FEW_BLOCKS[n] for n in ("num_warps", "num_stages")}
+types = {n: "constexpr" if n in constants else signature[n] for n in kernel.arg_names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(types) if "*" in types[n] or "stride" in n}
+for room, arch in ((227 * 1024, 90), (99 * 1024, 89)):
+    source = ASTSource(kernel, types, constants, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    count = made.asm["ptx"].count
+    print(room, made.metadata.shared, count("cp.async.cg"), count("cvt.rn.f16x2.e4m3x2"), count("shfl.sync.idx"))
+"""
+
+
+def test_few_heads_over_fp8_are_compiled_as_meant(tmp_path):
+    """Two programs fit on a multiprocessor; tiles are copied 16 bytes at a time; every code is converted once for each
+    product; none is moved from lane to lane, as it is where K_WIDTH is not what this version of Triton counts.
+    """
+    result = child("-c", FEW_HEADS, TRITON_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = [[int(n) for n in line.split()] for line in result.stdout.splitlines()]
+    assert len(lines) == 2
+    for room, shared, copies, conversions, moves in lines:
+        assert 2 * (shared + 1024) <= room
+        assert copies == 3 * 8  # of the first two tiles, and in the loop
+        assert conversions == 128
+        assert moves <= 4  # scalars
+
+
 WITHOUT_A_GPU = """
 import torch
 from layoutcheck.kernels import load_scales, move_slots, store_rows, store_scales

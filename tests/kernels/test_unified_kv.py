@@ -302,6 +302,13 @@ def test_few_heads(heads, page_size, dtype, launched):
     assert launched[0] is attend_few_kernel
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_either_order_of_what_is_summed(width, monkeypatch):
+    """Which one is quick depends on Triton's version; both are right with any."""
+    monkeypatch.setitem(unified_kv.FEW_BLOCKS, "K_WIDTH", width)
+    Problem([70, 3], 5, 512, torch.bfloat16, E4M3, page_size=2).check()
+
+
 def test_many_heads_over_the_largest_rows(launched):
     Problem([3, 130], heads=70, dim=512, dtype=torch.bfloat16, code=E4M3, page_size=2).check()
     assert launched[0] is unified_kv._attend_kernel
