@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from layoutcheck import BF16, FP16, FP32, INT32, Layout
+from layoutcheck import BF16, E4M3, FP16, FP32, INT32, Layout
 from layoutcheck.kernels._launch import TRITON
 from layoutcheck.layouts.rows import ROWS_THD
 from layoutcheck.layouts.unified_kv import UNIFIED_KV_ROWS, UNIFIED_KV_SCALE
@@ -28,8 +28,8 @@ GROUP = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Four warps have a pair of groups each, and exchange logits of 32 slots; registers are enough for two programs a
-# multiprocessor. With two tiles on their way the latency of memory is covered; more of them took longer. From Triton
-# 3.8 on a lane has two neighbours of what is summed over (tests/kernels/test_compile.py sees if that changes).
+# multiprocessor. Two tiles are on their way: with one it took 9 % longer. From Triton 3.8 on a lane has two
+# neighbours of what is summed over (tests/kernels/test_compile.py sees if that changes).
 FEW_BLOCKS = dict(BLOCK_N=32, STAGES=3, K_WIDTH=4 if TRITON < (3, 8) else 2, num_warps=4, num_stages=1)
 
 POOL = UNIFIED_KV_ROWS
@@ -44,15 +44,44 @@ SCALE_OF_SLOT = Layout(
     pitch={"page": "group + row_gap", "token": 0},
     default={"row_gap": 0},
 )
-# Rows of 512 elements in words of four.
-ROW_WORDS = Layout("unified_kv.row_words", "group word -> group word", dtype=INT32, group=8, word=16, offsets="int32")
+# A row of 512 elements: four pairs of groups, each of two parts; an element is one of a lane's two runs of eight.
+ROW_GROUPS = Layout("unified_kv.row_groups", "pair part -> pair part", dtype=FP32, pair=4, part=2, offsets="int32")
+ROW_WORDS = Layout(
+    "unified_kv.row_words", "pair part word -> pair part word", dtype=INT32, pair=4, part=2, word=16, offsets="int32"
+)
+ROW_ELEMENTS = Layout(
+    "unified_kv.row_elements",
+    "pair part element(lane run unit) -> pair part lane run unit",
+    dtype=E4M3,
+    pair=4,
+    part=2,
+    lane=4,
+    run=2,
+    unit=8,
+    offsets="int32",
+)
+# The slots of a tile in shared memory: the second bit of a slot's number comes last, so that 64 bytes of two slots lie
+# side by side that both readers want at the same time. With another order one or both of them took longer.
+TILE_SLOTS = Layout(
+    "unified_kv.tile_slots",
+    "row(eight four one two) -> eight four two one",
+    dtype=INT32,
+    four=2,
+    one=2,
+    two=2,
+    offsets="int32",
+)
 QUERY = ROWS_THD(head_dim="dim", dtype=(BF16, FP16))
 OUT = Layout("attention.out", "token head dim -> token head dim", dtype=(BF16, FP16))
 PARTIAL = Layout("attention.partial", "token split head dim -> token split head dim", dtype=FP32)
 LSE = Layout("attention.lse", "token split head -> token split head", dtype=FP32)
 
 slot_offset = POOL.offset_fn("slot", "dim", name="slot_offset")
-row_word = ROW_WORDS.offset_fn("group", "word", name="row_word")
+row_group = ROW_GROUPS.offset_fn("pair", "part", name="row_group")
+row_word = ROW_WORDS.offset_fn("pair", "part", "word", name="row_word")
+row_element = ROW_ELEMENTS.offset_fn("pair", "part", "element", name="row_element")
+lane_element = ROW_ELEMENTS.offset_fn("pair", "part", "lane", "run", "unit", name="lane_element")
+slot_of_row = TILE_SLOTS.offset_fn("row", name="slot_of_row")
 slot_scale_offset = SCALE_OF_SLOT.offset_fn("slot", "group", name="slot_scale_offset", strides=("page",))
 query_offset = QUERY.offset_fn("token", "head", "head_dim", name="query_offset", strides=("token", "head"))
 out_offset = OUT.offset_fn("token", "head", "dim", name="out_offset")
@@ -96,35 +125,24 @@ def _codes(words, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _codes_of_two(a, b, INTERPRETED: tl.constexpr):
-    """The bytes of two tensors of words, of both from the lowest: a, b, a, b, ..., in fp16."""
+def _interleaved(a, b, INTERPRETED: tl.constexpr):
+    """The bytes of two words in turns, a first, from the lowest: two words."""
     if INTERPRETED:
-        return (
-            _byte(a, 0), _byte(b, 0), _byte(a, 8), _byte(b, 8), _byte(a, 16), _byte(b, 16), _byte(a, 24), _byte(b, 24)
-        )  # fmt: skip
+        return _in_turns(a, b, 0), _in_turns(a, b, 16)
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 lo, hi;
-        .reg .b32 t, x;
-        prmt.b32 t, $8, $9, 0x5140;
-        mov.b32 {lo, hi}, t;
-        cvt.rn.f16x2.e4m3x2 x, lo;
-        mov.b32 {$0, $1}, x;
-        cvt.rn.f16x2.e4m3x2 x, hi;
-        mov.b32 {$2, $3}, x;
-        prmt.b32 t, $8, $9, 0x7362;
-        mov.b32 {lo, hi}, t;
-        cvt.rn.f16x2.e4m3x2 x, lo;
-        mov.b32 {$4, $5}, x;
-        cvt.rn.f16x2.e4m3x2 x, hi;
-        mov.b32 {$6, $7}, x;
-        }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;",
+        "=&r,=r,r,r",
         [a, b],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )
+
+
+@triton.jit
+def _in_turns(a, b, SHIFT: tl.constexpr):
+    a, b = a >> SHIFT, b >> SHIFT
+    return a & 0xFF | (b & 0xFF) << 8 | (a & 0xFF00) << 8 | (b & 0xFF00) << 16
 
 
 @triton.jit
@@ -158,18 +176,14 @@ def _slots(indices, start, n, last):
 
 @triton.jit
 def _tile_words(kv, PART: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers [(pair, slot / 8, slot 4, slot 1, slot 2), word] to one group of each pair, of slot 0.
-
-    The second bit of a slot's number comes last. Thus 64 bytes of two slots lie side by side in shared memory that both
-    readers want at the same time; with another order one or both of them take longer.
-    """
+    """Pointers [(pair, row of TILE_SLOTS), word] to one group of each pair, of slot 0."""
     pair = tl.arange(0, 4 * BLOCK_N)[:, None] // BLOCK_N
-    return kv.to(tl.pointer_type(tl.int32), bitcast=True) + row_word(pair * 2 + PART, tl.arange(0, 16)[None, :])
+    return kv.to(tl.pointer_type(tl.int32), bitcast=True) + row_word(pair, PART, tl.arange(0, 16)[None, :])
 
 
 @triton.jit
 def _tile_rows(slot, BLOCK_N: tl.constexpr):
-    """Offsets, in words, of the rows of _tile_words. ``slot`` is in the order (slot / 8, slot 4, slot 1, slot 2)."""
+    """Offsets, in words, of the rows of _tile_words, from slots in the order of TILE_SLOTS."""
     rows = tl.reshape(tl.broadcast_to(slot[None, :], (4, BLOCK_N)), (4 * BLOCK_N, 1))
     return slot_offset(rows, 0, DIM=128)
 
@@ -177,21 +191,21 @@ def _tile_rows(slot, BLOCK_N: tl.constexpr):
 @triton.jit
 def _tile_scales(kv_scale, slot, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr):
     """Scales [pair, slot, part]."""
-    group = tl.arange(0, 4)[:, None, None] * 2 + tl.arange(0, 2)[None, None, :]
+    group = row_group(tl.arange(0, 4)[:, None, None], tl.arange(0, 2)[None, None, :])
     scales = kv_scale + slot_scale_offset(0, group, PAGE_SIZE=PAGE_SIZE, PAGE_STRIDE=PAGE_STRIDE)
     return tl.load(scales + slot_scale_offset(slot, 0, PAGE_SIZE=PAGE_SIZE, PAGE_STRIDE=PAGE_STRIDE))
 
 
 @triton.jit
 def _query(q, token, head_block, token_stride, head_stride, HEAD: tl.constexpr):
-    """q [t, g, pair, head / 8, part, word / 2, element], in fp32: lane t has elements 16 t and up of each group."""
+    """q [t, g, pair, head / 8, part, run, unit], in fp32: lane t has 16 elements of each group."""
     t = tl.arange(0, 4)[:, None, None, None, None, None, None]
     g = tl.arange(0, 8)[None, :, None, None, None, None, None]
     pair = tl.arange(0, 4)[None, None, :, None, None, None, None]
     head = head_block * 16 + tl.arange(0, 2)[None, None, None, :, None, None, None] * 8 + g
     part = tl.arange(0, 2)[None, None, None, None, :, None, None]
-    words = tl.arange(0, 2)[None, None, None, None, None, :, None]
-    d = (pair * 2 + part) * GROUP + t * 16 + words * 8 + tl.arange(0, 8)[None, None, None, None, None, None, :]
+    run = tl.arange(0, 2)[None, None, None, None, None, :, None]
+    d = lane_element(pair, part, t, run, tl.arange(0, 8)[None, None, None, None, None, None, :])
     at = query_offset(token, head, d, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride)
     return tl.load(q + at, head < HEAD, other=0.0).to(tl.float32)
 
@@ -220,7 +234,9 @@ def _value_codes(words, BLOCK_N: tl.constexpr, K_WIDTH: tl.constexpr, INTERPRETE
     # pair, slot / 16, slot 8, slot 4, slot 1, slot 2, g, word
     words = tl.reshape(words, (4, BLOCK_N // 16, 2, 2, 2, 2, 8, 2))
     a, b = tl.split(tl.permute(words, (0, 7, 6, 1, 2, 3, 5, 4)))  # neighbouring slots
-    a0, b0, a1, b1, a2, b2, a3, b3 = _codes_of_two(a, b, INTERPRETED)
+    low, high = _interleaved(a, b, INTERPRETED)
+    a0, b0, a1, b1 = _codes(low, INTERPRETED)
+    a2, b2, a3, b3 = _codes(high, INTERPRETED)
     low = tl.join(tl.join(a0, b0), tl.join(a1, b1))
     high = tl.join(tl.join(a2, b2), tl.join(a3, b3))
     # pair, word, g, slot / 16, slot 8, slot 4, slot 2, slot 1, byte % 2, byte / 2
@@ -257,6 +273,7 @@ def attend_few_kernel(
     Rows of 512 e4m3 elements, in four pairs of groups, each pair in two parts. Logits are base 2: ``score_scale`` has
     the factor log2(e).
     """
+    tl.static_assert(BLOCK_N == 32, "each of four warps sums the logits of eight slots")
     DIM: tl.constexpr = 512
     HEAD_BLOCKS: tl.constexpr = (HEAD + 15) // 16
     token, split = tl.program_id(0) // HEAD_BLOCKS, tl.program_id(1)
@@ -284,7 +301,7 @@ def attend_few_kernel(
     words0, words1 = _tile_words(kv, 0, BLOCK_N), _tile_words(kv, 1, BLOCK_N)
 
     n = tl.arange(0, BLOCK_N)
-    row_n = n // 4 * 4 + n % 2 * 2 + n // 2 % 2
+    row_n = slot_of_row(n)
     scale_n = n[None, :, None]
     lane_n = tl.arange(0, BLOCK_N // 8)[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
     if begin < end:
@@ -343,7 +360,7 @@ def attend_few_kernel(
         acc, group_m = (acc0, m0) if part == 0 else (acc1, m1)
         acc = acc * (tl.exp2(group_m - row_m[None, :]) / row_l[None, :])[:, :, None]
         acc = tl.reshape(tl.permute(tl.reshape(acc, (4, 16, 8, 8)), (0, 1, 3, 2)), (4, 16, 64))  # columns to elements
-        d = (tl.arange(0, 4)[:, None, None] * 2 + part) * GROUP + tl.arange(0, GROUP)[None, None, :]
+        d = row_element(tl.arange(0, 4)[:, None, None], part, tl.arange(0, GROUP)[None, None, :])
         if lse is None:
             at = out_offset(token, head[None, :, None], d, HEAD=HEAD, DIM=DIM)
         else:
