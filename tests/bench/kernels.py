@@ -1,6 +1,6 @@
 """Every kernel checked against its reference and then timed beside its peer, on the same inputs, in one run.
 
-    python tests/bench/kernels.py                                  # torch's own peers only
+    python tests/bench/kernels.py                                  # torch's own peers only: SDPA and torch.compile
     PEER_SGLANG=FOLDER python tests/bench/kernels.py [NAME ...]    # sglang 0.5.23's kernels as well
 
 FOLDER holds the files of the ``sglang`` package named in ``SGLANG_FILES`` below, at these paths; they are read, never
@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -30,7 +31,16 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from layoutcheck import layout, mode
-from layoutcheck.kernels import quantize_mxfp8, quantize_store_kv_mxfp8
+from layoutcheck.kernels import (
+    load_scales,
+    move_slots,
+    quantize_mxfp8,
+    quantize_store_kv_mxfp8,
+    quantize_store_unified_kv,
+    sparse_attention_unified_kv,
+    store_rows,
+    store_scales,
+)
 from layoutcheck.pools import MXFP8KVPool
 
 SGLANG_FILES = dict(
@@ -109,6 +119,117 @@ def sglang(name: str) -> Any | None:
     return module
 
 
+# What torch.compile makes of the same work: functions of plain torch, all of which trace as one graph. Ours are checked
+# against them too, beside their float64 references.
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
+def torch_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Payload, and scale bytes (..., group): the smallest power of two with amax <= 448 * 2^e, by the bits of amax."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    bits = blocks.abs().amax(-1, keepdim=True).view(torch.int32)
+    byte = ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(0, 253)  # 448 = 1.75 * 2^8
+    payload = (blocks * ((254 - byte) << 23).view(torch.float32)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return payload.flatten(-2), byte.squeeze(-1).to(torch.uint8)
+
+
+def torch_quantize(x: Tensor, scale_layout: str) -> tuple[Tensor, Tensor]:
+    """Rows (token, head, dim) with their scales, as bytes, in a layout without padding."""
+    payload, byte = torch_mxfp8(x)
+    heads, groups = byte.shape[1:]
+    if scale_layout == "interleaved":  # page size 128
+        byte = byte.reshape(-1, 4, 32, heads, groups).permute(0, 3, 2, 1, 4).contiguous()
+    elif scale_layout == "128x4":
+        byte = byte.reshape(-1, 4, 32, groups // 4, 4).permute(0, 3, 2, 1, 4).contiguous()
+    return payload, byte
+
+
+def torch_store_scales(rows: Tensor, loc: Tensor, scale: Tensor) -> None:
+    """Interleaved scales, page size 128."""
+    scale[loc // 128, :, loc % 32, loc % 128 // 32] = rows
+
+
+def torch_load_scales(loc: Tensor, scale: Tensor) -> Tensor:
+    return scale[loc // 128, :, loc % 32, loc % 128 // 32]
+
+
+def torch_store(k: Tensor, v: Tensor, loc: Tensor, *buffers: Tensor) -> None:
+    """MXFP8 rows and interleaved scales at slots ``loc``, none of them 0. Buffers are bytes."""
+    for x, cache, scale in zip((k, v), buffers[:2], buffers[2:], strict=True):
+        payload, byte = torch_mxfp8(x)
+        cache[loc] = payload.view(torch.uint8)
+        torch_store_scales(byte, loc, scale)
+
+
+def torch_store_rows(rows: Tensor, loc: Tensor, cache: Tensor) -> None:
+    cache[loc] = rows
+
+
+def torch_move_slots(src: Tensor, dst: Tensor, *buffers: Tensor) -> None:
+    for cache in buffers[:2]:
+        cache[dst] = cache[src]
+    for scale in buffers[2:]:
+        torch_store_scales(torch_load_scales(src, scale), dst, scale)
+
+
+def torch_store_unified(x: Tensor, loc: Tensor, kv: Tensor, kv_scale: Tensor) -> None:
+    """e4m3 rows with one fp32 scale for each 64 elements at slots ``loc``. ``kv`` is bytes."""
+    blocks = x.float().unflatten(-1, (-1, 64))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-126)
+    payload = (blocks * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    kv[loc] = payload.flatten(-2).view(torch.uint8)
+    kv_scale[loc] = scale.squeeze(-1)
+
+
+def torch_sparse(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor, kv_scale: Tensor | None) -> Tensor:
+    """Attention over lists of slots, here all of one length: (token, entry)."""
+    rows = kv[indices]
+    if kv_scale is not None:
+        rows = (rows.float().unflatten(-1, (-1, 64)) * kv_scale[indices][..., None]).flatten(-2).to(q.dtype)
+    logits = (q @ rows.mT).float() * q.shape[-1] ** -0.5
+    most = torch.maximum(logits.amax(-1), sink)[..., None]
+    p = torch.exp(logits - most)
+    total = p.sum(-1, keepdim=True) + torch.exp(sink[:, None] - most)
+    return (p / total).to(q.dtype) @ rows
+
+
+def torch_norm(x: Tensor, gamma: Tensor) -> Tensor:
+    """RMSNorm of heads (token, head, 128), rounded once."""
+    x = x.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gamma.float()).bfloat16()
+
+
+def windows_of(x: Tensor, history: Tensor) -> Tensor:
+    """The rows before each row and the row itself, (seq, token, width - 1 + 1, dkv), of sequences of one length."""
+    rows = torch.cat([history, x.unflatten(0, (len(history), -1))], dim=1)
+    return rows.unfold(1, history.shape[1] + 1, 1).mT
+
+
+def torch_prologue(
+    qkvr: Tensor, weights: Any, gammas: Any, conv: Any, loc: Tensor, buffers: Any, dq: int, saved: Any
+) -> tuple[Tensor, ...]:
+    """Sequences of one length, as many as conv caches but one: q, k, v, and the scales of q. SiLU, residual.
+
+    k and v are stored; the conv caches are updated, or the windows after each token saved.
+    """
+    payload, byte = torch_mxfp8(torch_norm(qkvr[:, :dq].unflatten(-1, (-1, 128)), gammas[0]))
+    made = []
+    for i, new in enumerate(qkvr[:, dq:].chunk(2, dim=1)):
+        windows = windows_of(new, conv[i][:-1])
+        y = (windows.float() * weights[i].float().mT).sum(2).flatten(0, 1)
+        made.append((torch.nn.functional.silu(y) + new.float()).bfloat16().unflatten(-1, (-1, 128)))
+        if saved is None:
+            conv[i][:-1] = windows[:, -1, 1:]
+        else:
+            saved[i][:-1] = windows[:, :, 1:]
+    k, v = torch_norm(made[0], gammas[1]), made[1]
+    torch_store(k, v, loc, *buffers)
+    return payload, k, v, byte
+
+
 # --- quantising -------------------------------------------------------------------------------------------------------
 
 
@@ -122,16 +243,40 @@ def mxfp8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return payload.reshape(x.shape), (exponent.squeeze(-1) + 127).to(torch.uint8)
 
 
+def dequantised(payload: Tensor, byte: Tensor, shape: Any) -> Tensor:
+    """The numbers of MXFP8 rows, in float64."""
+    codes = payload.view(torch.float8_e4m3fn).double().view(-1, 32)
+    return torch.ldexp(codes, byte.view(torch.uint8).view(-1, 1).int() - 127).view(shape)
+
+
 def rows(*shape: int) -> Tensor:
     """Random rows whose blocks differ widely in size."""
     x = torch.randn(*shape, device=DEVICE)
     return (x * torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), device=DEVICE))).bfloat16()
 
 
-def store_works() -> Iterator[Work]:
+STORED = ("k", "v", "k_scale", "v_scale")
+
+
+def stored(pool: MXFP8KVPool, loc: Tensor, part: str) -> Tensor:
+    """The bytes of K or V, or of their scales, at slots of a pool with page size 128."""
+    buffer = getattr(pool, part).view(torch.uint8)
+    return torch_load_scales(loc, buffer) if "scale" in part else buffer[loc]
+
+
+def poison(pool: MXFP8KVPool) -> None:
+    """What must be written anew is NaN."""
+    for part in STORED:
+        getattr(pool, part).view(torch.uint8).fill_(0xFF)
+
+
+STORES = ((65_536, "consecutive"), (262_144, "consecutive"), (262_144, "random"), (16, "consecutive"))
+
+
+def store_works(sizes: Any = STORES) -> Iterator[Work]:
     """New K and V rows into a paged MXFP8 cache: 8 heads x 128, page size 128."""
     peer = sglang("store")
-    for tokens, order in ((65_536, "consecutive"), (262_144, "consecutive"), (262_144, "random"), (16, "consecutive")):
+    for tokens, order in sizes:
         pool = MXFP8KVPool.allocate(device=DEVICE, page=tokens // 128 + 2, page_size=128, head=8, head_dim=128)
         k, v = rows(tokens, 8, 128), rows(tokens, 8, 128)
         slots = torch.arange(1, 1 + tokens, device=DEVICE)
@@ -146,46 +291,55 @@ def store_works() -> Iterator[Work]:
                 k, v, loc, *buffers[:2], *(s.view(torch.uint8) for s in buffers[2:]), page_size=128
             )
 
+        peers = {"sglang": theirs} if peer is not None else {}
+        peers["torch.compile"] = partial(compiled(torch_store), k, v, loc, *(b.view(torch.uint8) for b in buffers))
+
         def check(
             k: Tensor = k, v: Tensor = v, loc: Tensor = loc, pool: MXFP8KVPool = pool,
-            run: Callable[[], None] = run, theirs: Callable[[], None] = theirs,
+            run: Callable[[], None] = run, peers: dict[str, Callable[[], None]] = peers,
         ) -> None:  # fmt: skip
             run()
             scale_layout = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
             some = torch.randperm(len(loc), device=DEVICE)[:8192]
-            scales = []
             for x, cache, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
                 payload, byte = mxfp8_reference(x[some])
                 assert torch.equal(cache[loc[some]].view(torch.uint8), payload.view(torch.uint8)), "payload"
                 found = scale_layout.unpack(scale).view(torch.uint8)[loc[some]]
                 assert torch.equal(found, byte), "scales"
-                scales.append(scale.view(torch.uint8).clone())
-            if peer is not None:
-                theirs()
-                for mine, scale in zip(scales, (pool.k_scale, pool.v_scale), strict=True):
-                    assert torch.equal(mine, scale.view(torch.uint8)), "scale bytes differ from sglang's"
+            mine = [stored(pool, loc, n).clone() for n in STORED]
+            for name, call in peers.items():
+                poison(pool)
+                call()
+                for part, want in zip(STORED, mine, strict=True):
+                    if name == "sglang" and "scale" not in part:
+                        continue  # its scale bytes are what has to be equal
+                    assert torch.equal(stored(pool, loc, part), want), f"{part} differs from {name}'s"
 
         moved = 2 * tokens * 8 * (128 * 3 + 4) + 8 * tokens
         name = f"quantize + store K/V, T {tokens:,}, {order}"
-        peers = {"sglang": theirs} if peer is not None else {}
         yield Work(name, run, check, bytes=moved, peers=peers, graph=tokens <= 128)
 
 
-def quantize_works() -> Iterator[Work]:
-    """Rows to payload and scales: T 262,144, 8 heads x 128."""
+def quantize_works(tokens: int = 262_144) -> Iterator[Work]:
+    """Rows to payload and scales: 8 heads x 128."""
     peer = sglang("quantize")
-    tokens = 262_144
     x = rows(tokens, 8, 128)
     for scale_layout in ("linear", "interleaved", "128x4"):
 
         def run(scale_layout: str = scale_layout) -> tuple[Tensor, Tensor]:
             return quantize_mxfp8(x, scale_layout=scale_layout)
 
-        def check(scale_layout: str = scale_layout, run: Callable[[], Any] = run) -> None:
+        theirs = partial(compiled(torch_quantize), x, scale_layout)
+
+        def check(
+            scale_layout: str = scale_layout, run: Callable[[], Any] = run, theirs: Callable[[], Any] = theirs
+        ) -> None:
             values, scale = run()
             n = 8192
             payload, byte = mxfp8_reference(x[:n])
             assert torch.equal(values[:n].view(torch.uint8), payload.view(torch.uint8)), "payload"
+            for mine, other in zip((values, scale), theirs(), strict=True):
+                assert torch.equal(mine.view(torch.uint8).flatten(), other.view(torch.uint8).flatten()), "torch.compile"
             if scale_layout == "interleaved":
                 scale = layout("mxfp8.interleaved")(slot=tokens, head=8, head_dim=128, page_size=128).unpack(scale)
             elif scale_layout == "128x4":
@@ -193,19 +347,103 @@ def quantize_works() -> Iterator[Work]:
             assert torch.equal(scale[:n].view(torch.uint8), byte), "scales"
 
         peers = {"sglang": lambda: peer.to_mxfp8(x)} if peer is not None and scale_layout == "linear" else {}
+        peers["torch.compile"] = theirs
         moved = tokens * 8 * (128 * 3 + 4)
         yield Work(f"quantize_mxfp8, T {tokens:,}, {scale_layout}", run, check, bytes=moved, peers=peers)
+
+
+def move_works(tokens: int = 65_536) -> Iterator[Work]:
+    """Rows and scales of an MXFP8 cache at random slots: 8 heads x 128, page size 128."""
+    pool = MXFP8KVPool.allocate(device=DEVICE, page=2 * tokens // 128 + 1, page_size=128, head=8, head_dim=128)
+    buffers = [getattr(pool, part) for part in STORED]
+    data = [b.view(torch.uint8) for b in buffers]
+    for x in data:
+        x.random_(0, 0x7F)
+    src, dst = (1 + torch.randperm(2 * tokens, device=DEVICE)).chunk(2)
+    here = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
+    head, group = torch.arange(8, device=DEVICE)[:, None], torch.arange(4, device=DEVICE)
+    scale_at = here.offset(slot=dst[:, None, None], head=head, group=group)
+    scales = torch.randint(0x7F, (tokens, 8, 4), device=DEVICE, dtype=torch.uint8)
+    rows = torch.randint(0x7F, (tokens, 8, 128), device=DEVICE, dtype=torch.uint8)
+    row, scale_row, entry = 8 * 128, 8 * 4, 8
+    moves = {
+        "store_scales": (
+            partial(store_scales, scales, dst, buffers[2]),
+            torch_store_scales,
+            (scales, dst, data[2]),
+        ),
+        "load_scales": (partial(load_scales, buffers[2], src), torch_load_scales, (src, data[2])),
+        "store_rows": (partial(store_rows, rows, dst, data[0]), torch_store_rows, (rows, dst, data[0])),
+        "move_slots": (partial(move_slots, src, dst, *buffers), torch_move_slots, (src, dst, *data)),
+    }
+    bytes_ = dict(store_scales=scale_row, load_scales=scale_row, store_rows=row, move_slots=2 * (row + scale_row))
+    for name, (run, peer, arguments) in moves.items():
+        theirs = partial(compiled(peer), *arguments)
+
+        def check(name: str = name, run: Callable[[], Any] = run, theirs: Callable[[], Any] = theirs) -> None:
+            before = [stored(pool, src, part) for part in STORED]
+            wanted = dict(
+                store_scales={"k_scale": scales}, store_rows={"k": rows}, load_scales={},
+                move_slots=dict(zip(STORED, before, strict=True)),
+            )[name]  # fmt: skip
+            for who, call in (("ours", run), ("torch.compile's", theirs)):
+                for part in wanted:
+                    x = getattr(pool, part).view(torch.uint8)
+                    if "scale" in part:
+                        x.view(-1)[scale_at] = 0xFF
+                    else:
+                        x[dst] = 0xFF
+                result = call()
+                for part, want in wanted.items():
+                    assert torch.equal(stored(pool, dst, part), want), f"{who} {name} {part}"
+                if name == "load_scales":
+                    assert torch.equal(result.view(torch.uint8), before[2]), f"{who} {name}"
+            after = [stored(pool, src, part) for part in STORED]
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), f"{name} changes other slots"
+
+        entries = tokens * entry * (2 if name == "move_slots" else 1)
+        moved = 2 * tokens * bytes_[name] + entries
+        yield Work(f"{name}, T {tokens:,}, random", run, check, bytes=moved, peers={"torch.compile": theirs})
+
+
+def unified_works(tokens: int = 262_144) -> Iterator[Work]:
+    """New rows into a unified pool, page size 1, random slots: D 512."""
+    x = rows(tokens, 512)
+    loc = 1 + torch.randperm(tokens, device=DEVICE)
+    kv = torch.empty(tokens + 1, 512, device=DEVICE, dtype=torch.uint8)
+    scale = torch.empty(tokens + 1, 8, device=DEVICE)
+    run = partial(quantize_store_unified_kv, x, loc, kv.view(torch.float8_e4m3fn), scale)
+    theirs = partial(compiled(torch_store_unified), x, loc, kv, scale)
+
+    def check() -> None:
+        some = torch.randperm(tokens, device=DEVICE)[:8192]
+        blocks = x[some].double().unflatten(-1, (-1, 64))
+        want = (blocks.abs().amax(-1) / 448).float()
+        for who, call in (("ours", run), ("torch.compile's", theirs)):
+            kv.fill_(0xFF)
+            scale.fill_(float("nan"))
+            call()
+            found = scale[loc[some]]
+            assert who != "ours" or torch.equal(found, want), "scales"
+            close(found, want, 1e-6, f"{who} scales")  # inductor's division is not correctly rounded
+            codes = kv[loc[some]].view(torch.float8_e4m3fn).double().unflatten(-1, (-1, 64))
+            close(codes * found.double()[..., None], blocks, 4e-2, f"{who} rows")  # e4m3 has three bits of mantissa
+
+    moved = tokens * (512 * 3 + 32 + 8)
+    name = f"quantize + store unified KV, T {tokens:,}, random"
+    yield Work(name, run, check, bytes=moved, peers={"torch.compile": theirs})
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def sparse_works() -> Iterator[Work]:
-    """Sparse decode over a unified pool: D 512, per-token slot lists."""
-    from layoutcheck.kernels import quantize_store_unified_kv, sparse_attention_unified_kv
+SPARSE = ((16, 128, 4096, "fp8"), (16, 128, 4096, "bf16"), (128, 128, 1152, "fp8"))
 
+
+def sparse_works(sizes: Any = SPARSE) -> Iterator[Work]:
+    """Sparse decode over a unified pool: D 512, per-token slot lists."""
     peer = sglang("sparse")
-    for heads, tokens, length, kind in ((16, 128, 4096, "fp8"), (16, 128, 4096, "bf16"), (128, 128, 1152, "fp8")):
+    for heads, tokens, length, kind in sizes:
         slots = tokens * length * 5 // 4
         bf16 = torch.randn(slots, 512, device=DEVICE).bfloat16()
         indices = (torch.randperm(slots - 1, device=DEVICE)[: tokens * length] + 1).int()
@@ -235,11 +473,14 @@ def sparse_works() -> Iterator[Work]:
         ) -> Tensor:
             return peer._sparse_attn_v4_paged_decode_triton(q, kv, i, p, s, 512**-0.5, kv_scales=z)
 
+        compiles = partial(compiled(torch_sparse), q, kv, indices.view(tokens, length), sink, scale)
+
         def check(
             q: Tensor = q, kv: Tensor = kv, i: Tensor = indices, p: Tensor = indptr, s: Tensor = sink, z: Any = scale,
-            run: Callable[[], Tensor] = run,
+            run: Callable[[], Tensor] = run, compiles: Callable[[], Tensor] = compiles,
         ) -> None:  # fmt: skip
             out = run()
+            close(compiles(), out, 1e-2, "sparse attention of torch.compile")
             for t in (0, 1, len(q) - 1):
                 listed = i[p[t] : p[t + 1]].long()
                 x = kv[listed].double()
@@ -252,6 +493,7 @@ def sparse_works() -> Iterator[Work]:
         flops = 4.0 * tokens * length * heads * 512
         name = f"sparse decode, {kind}, {heads} heads, T {tokens} x {length:,}"
         peers = {"sglang": theirs} if peer is not None else {}
+        peers["torch.compile"] = compiles
         yield Work(name, run, check, bytes=read, flops=flops if heads >= 64 else 0, peers=peers)
 
 
@@ -421,59 +663,90 @@ def rows_like(tokens: int, heads: int) -> Tensor:
 # --- the fused prologue -----------------------------------------------------------------------------------------------
 
 
-def prologue_works() -> Iterator[Work]:
-    """Decode, MXFP8: width 4, SiLU, residual, dkv 1,024."""
-    from layoutcheck.kernels import fused_prologue_decode
+DECODES = ((1, 4096), (16, 4096), (128, 4096), (1024, 4096), (4096, 4096), (16_384, 4096), (4096, 8192))
+PROLOGUES = (
+    *(("decode", tokens, 1, dq) for tokens, dq in DECODES), ("verify", 1024, 4, 4096), ("extend", 8, 2048, 4096)
+)  # fmt: skip
 
-    for tokens, dq in ((1, 4096), (16, 4096), (128, 4096), (1024, 4096), (4096, 4096), (16_384, 4096), (4096, 8192)):
-        dkv, width = 1024, 4
+
+def prologue_works(sizes: Any = PROLOGUES) -> Iterator[Work]:
+    """MXFP8: width 4, SiLU, residual, dkv 1,024. Decode has one token a sequence."""
+    from layoutcheck.kernels import fused_prologue_decode, fused_prologue_extend, fused_prologue_verify
+
+    for mode_, seqs, length, dq in sizes:
+        tokens, dkv, width = seqs * length, 1024, 4
         pages = tokens // 128 + 2
         pool = MXFP8KVPool.allocate(device=DEVICE, page=pages, page_size=128, head=dkv // 128, head_dim=128)
         qkvr = torch.randn(tokens, dq + 2 * dkv, device=DEVICE).bfloat16()
         weights = [torch.randn(dkv, width, device=DEVICE).bfloat16() for _ in "kv"]
         gammas = [torch.randn(128, device=DEVICE).bfloat16() for _ in "qk"]
-        conv = [torch.randn(tokens + 1, width - 1, dkv, device=DEVICE).bfloat16() for _ in "kv"]
-        cache_indices = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
-        mask = torch.ones(tokens, dtype=torch.bool, device=DEVICE)
+        conv = [torch.randn(seqs + 1, width - 1, dkv, device=DEVICE).bfloat16() for _ in "kv"]
         loc = torch.arange(1, tokens + 1, device=DEVICE)
-        options: dict[str, Any] = dict(
-            dq=dq, q_offset=0, k_offset=dq, v_offset=dq + dkv, page_size=128, silu=True, residual=True
+        buffers = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+        saved = None
+        index = dict(
+            cache_indices=torch.arange(seqs, device=DEVICE, dtype=torch.int32),
+            cache_mask=torch.ones(seqs, dtype=torch.bool, device=DEVICE),
         )
-
-        def run(
-            qkvr: Tensor = qkvr, weights: Any = weights, gammas: Any = gammas, conv: Any = conv,
-            ci: Tensor = cache_indices, mask: Tensor = mask, loc: Tensor = loc, pool: Any = pool,
-            options: Any = options,
-        ) -> Any:  # fmt: skip
-            return fused_prologue_decode(
-                qkvr, *weights, *gammas, *conv, ci, mask, loc, pool.k, pool.v, pool.k_scale, pool.v_scale, **options
-            )
+        if mode_ == "verify":
+            saved = [torch.empty(seqs + 1, length, width - 1, dkv, device=DEVICE).bfloat16() for _ in "kv"]
+            index |= dict(zip(("k_window", "v_window"), saved, strict=True))
+        elif mode_ == "extend":
+            seq = torch.arange(tokens, device=DEVICE, dtype=torch.int32) // length
+            index |= dict(cu_seqlens=torch.arange(seqs + 1, device=DEVICE) * length, seq_index=seq)
+        options = dict(dq=dq, q_offset=0, k_offset=dq, v_offset=dq + dkv, page_size=128, silu=True, residual=True)
+        if mode_ == "verify":
+            options["draft_tokens"] = length
+        entry = dict(decode=fused_prologue_decode, verify=fused_prologue_verify, extend=fused_prologue_extend)[mode_]
+        named = dict(zip(("k_cache", "v_cache", "k_scale", "v_scale"), buffers, strict=True))
+        run = partial(entry, qkvr, *weights, *gammas, *conv, **index, loc=loc, **named, **options)
+        data = [b.view(torch.uint8) for b in buffers]
+        theirs = partial(compiled(torch_prologue), qkvr, weights, gammas, conv, loc, data, dq, saved)
 
         def check(
-            qkvr: Tensor = qkvr, weights: Any = weights, gammas: Any = gammas, conv: Any = conv,
-            run: Callable[[], Any] = run, dq: int = dq, dkv: int = dkv, loc: Tensor = loc, pool: Any = pool,
+            qkvr: Tensor = qkvr, weights: Any = weights, gammas: Any = gammas, conv: Any = conv, saved: Any = saved,
+            run: Callable[[], Any] = run, theirs: Callable[[], Any] = theirs, dq: int = dq, loc: Tensor = loc,
+            pool: MXFP8KVPool = pool,
         ) -> None:  # fmt: skip
             before = [c.clone() for c in conv]
-            result = run()
-            new = [qkvr[:, dq : dq + dkv], qkvr[:, dq + dkv :]]
-            normed = []
-            for x, w, history in zip(new, weights, before, strict=True):
-                window = torch.cat([history[: len(x)], x[:, None]], dim=1).double()
-                y = torch.nn.functional.silu((window * w.double().T).sum(1)) + x.double()
-                normed.append(y.bfloat16().double())
-            k = normed[0].view(len(qkvr), -1, 128)
-            k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + 1e-6) * gammas[1].double()
-            close(result.k.view(k.shape), k, 8e-3, "prologue k")
-            close(result.v.view(normed[1].shape), normed[1], 8e-3, "prologue v")
-            close(conv[0][: len(qkvr), -1], new[0], 0.0 + 1e-12, "prologue conv cache")
-            payload, _ = mxfp8_reference(result.k.view(len(qkvr), -1, 128))
-            assert torch.equal(pool.k[loc].view(torch.uint8), payload.view(torch.uint8)), "prologue K payload"
-            for c, b in zip(conv, before, strict=True):
-                c.copy_(b)
+            new = qkvr[:, dq:].chunk(2, dim=1)
+            windows = [windows_of(x, history[:-1]) for x, history in zip(new, before, strict=True)]
+            made = []
+            for x, w, window in zip(new, weights, windows, strict=True):
+                y = torch.cat([(part.double() * w.double().mT).sum(2) for part in window.split(64)]).flatten(0, 1)
+                made.append((torch.nn.functional.silu(y) + x.double()).bfloat16().double().unflatten(-1, (-1, 128)))
+            q = qkvr[:, :dq].double().unflatten(-1, (-1, 128))
+            for i, x in enumerate((q, made[0])):
+                x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gammas[i].double()
+            for name, call in (("ours", run), ("torch.compile's", theirs)):
+                for c, b in zip(conv, before, strict=True):
+                    c.copy_(b)
+                for x in saved or ():
+                    x.fill_(float("nan"))
+                poison(pool)
+                payload, k, v, byte = call()
+                close(dequantised(payload, byte, q.shape), q, 4e-2, f"{name} prologue q")  # e4m3's 3 bits of mantissa
+                for part, x, want in zip("kv", (k, v), made, strict=True):
+                    x = x.view(want.shape)
+                    close(x, want, 8e-3, f"{name} prologue {part}")
+                    codes, scales = stored(pool, loc, part), stored(pool, loc, f"{part}_scale")
+                    close(dequantised(codes, scales, x.shape), x, 4e-2, f"{name} stored {part}")
+                    if name == "ours":  # inductor does not round what it quantises
+                        want_codes, want_scales = mxfp8_reference(x)
+                        assert torch.equal(codes, want_codes.view(torch.uint8)), f"{part} payload"
+                        assert torch.equal(scales, want_scales), f"{part} scales"
+                for i, window in enumerate(windows):
+                    if saved is None:
+                        assert torch.equal(conv[i][:-1], window[:, -1, 1:]), f"{name} conv cache"
+                    else:
+                        assert torch.equal(conv[i], before[i]), f"{name} conv cache is only read"
+                        assert torch.equal(saved[i][:-1], window[:, :, 1:]), f"{name} windows"
 
         kv = 2 * dkv
-        moved = tokens * ((dq + kv) * 2 + kv * 3 * 2 * 2 + dq * (1 + 1 / 32) + kv * 2 + kv * (1 + 1 / 32))
-        yield Work(f"fused prologue, decode, T {tokens:,}, dq {dq:,}", run, check, bytes=moved, graph=True)
+        caches = kv * (width - 1) * 2 * (tokens + seqs if mode_ == "verify" else 2 * seqs)
+        moved = tokens * ((dq + kv) * 2 + dq * (1 + 1 / 32) + kv * 2 + kv * (1 + 1 / 32)) + caches
+        name = f"fused prologue, {mode_}, T {tokens:,}, dq {dq:,}"
+        yield Work(name, run, check, bytes=moved, peers={"torch.compile": theirs}, graph=True)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -496,7 +769,16 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: ", end="")
     print(f"copy {copy / 1e12:.2f} TB/s, bf16 matmul {matmul / 1e12:.0f} TFLOP/s")
     print("| work | µs | rate | share | peer | its µs | ratio |\n|---|---|---|---|---|---|---|")
-    works = (store_works, quantize_works, sparse_works, paged_works, extend_works, prologue_works)
+    works = (
+        store_works,
+        quantize_works,
+        move_works,
+        unified_works,
+        sparse_works,
+        paged_works,
+        extend_works,
+        prologue_works,
+    )
     failed = 0
     for make in works:
         for work in make():
@@ -525,6 +807,7 @@ def main() -> None:
                 except Exception as error:
                     print(line + f"| {peer} | failed: {str(error)[:120]!r} | |", flush=True)
                 line = "| | | | "
+            torch.compiler.reset()  # of one function it keeps only so many shapes
         torch.cuda.empty_cache()
     if failed:
         raise SystemExit(f"{failed} works failed their check")
