@@ -60,10 +60,14 @@ def overlap(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether two tensors share memory, by the range of addresses that each spans."""
     if a is None or b is None or a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
-    spans = []
-    for t in (a, b):
-        if (start := _tags.address(t)) == 0:
-            return False
-        reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-        spans.append((start, start + reach * t.element_size()))
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+    first, second = _tags.address(a), _tags.address(b)
+    if first == 0 or second == 0:
+        return False
+    return second < first + _span(a) if first <= second else first < second + _span(b)
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last, of a tensor that has some."""
+    if t.is_contiguous():
+        return t.nbytes
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
