@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutcheck import BF16, E4M3, FP16, INT32, Layout
-from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._launch import cdiv, launch, next_power_of_2, raw
 from layoutcheck.kernels._mxfp8 import BLOCK, scale_value
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 from layoutcheck.layouts.paged import PAGED_NHD
@@ -109,10 +109,10 @@ def expanded(
         max_keys = max_pages * page_size
         rows = seqs * max_keys
     out = torch.empty((rows, heads, head_dim), dtype=torch.bfloat16, device=x.device)
-    block_d = max(BLOCK.value, triton.next_power_of_2(head_dim))
+    block_d = max(BLOCK.value, next_power_of_2(head_dim))
     tile = max(1, 4096 // block_d)
     launch(
-        expand_kernel, (triton.cdiv(rows * heads, tile),), x,
+        expand_kernel, (cdiv(rows * heads, tile),), x,
         x, raw(scale), page_table, seq_lens, out, rows, x.stride(0), x.stride(1),
         0 if page_table is None else page_table.stride(0), max_keys,
         HEAD=heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, FACTOR=factor,

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layoutcheck import E4M3, Choose, Index, Layout, LayoutError, Violation, Writes, contract, when
-from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._launch import cdiv, launch, next_power_of_2, raw
 from layoutcheck.kernels._mxfp8 import BLOCK, abs_bits, inverse_scale, payload, scale_byte
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_FLAT, MXFP8_SCALE_INTERLEAVED
 from layoutcheck.layouts.paged import PAGED_NHD
@@ -129,10 +129,10 @@ def quantize_store_kv_mxfp8(
     if tokens == 0 or heads == 0:
         return
     v_head_dim = v.shape[2]
-    block_d, block_v = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    block_d, block_v = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
     tile = _rows_per_program(tokens * heads, max(block_d, block_v))
     launch(
-        _store_kv_kernel, (triton.cdiv(tokens * heads, tile),), k,
+        _store_kv_kernel, (cdiv(tokens * heads, tile),), k,
         k, v, loc, k_cache, v_cache, raw(k_scale), raw(v_scale), tokens,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), loc.stride(0),
         HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size,
@@ -214,10 +214,10 @@ def quantize_mxfp8(
     if scale_layout == "128x4":
         row_tiles, col_tiles, rl, rc, c = shape
         scale_rows, cols = row_tiles * rl * rc, col_tiles * c
-    block = min(triton.next_power_of_2(cols * BLOCK.value), 512)
-    tile = _rows_per_program(scale_rows * triton.cdiv(head_dim, block), block)
+    block = min(next_power_of_2(cols * BLOCK.value), 512)
+    tile = _rows_per_program(scale_rows * cdiv(head_dim, block), block)
     launch(
-        _quantize_kernel, (triton.cdiv(scale_rows, tile), triton.cdiv(cols * BLOCK.value, block)), x,
+        _quantize_kernel, (cdiv(scale_rows, tile), cdiv(cols * BLOCK.value, block)), x,
         rows, values, raw(scale), total, scale_rows, rows.stride(0), rows.stride(1),
         HEAD=heads, HEAD_DIM=head_dim, COL=cols, PAGE_SIZE=page_size, BLOCK_D=block, TILE=tile,
         SCALES=scale_layout, FLOOR=rounding == "floor",
@@ -274,7 +274,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """(name, kernel, signature, constants) of typical launches, for a compiler without a GPU."""
     cases = []
     for name, dims, interleaved in (("interleaved", (128, 128), True), ("flat-96-64", (96, 64), False)):
-        block_d, block_v = map(triton.next_power_of_2, dims)
+        block_d, block_v = map(next_power_of_2, dims)
         signature = dict(k="*bf16", v="*bf16", loc="*i64", k_cache="*fp8e4nv", v_cache="*fp8e4nv")
         signature |= dict(k_scale="*u8", v_scale="*u8", tokens="i32", loc_stride="i32")
         signature |= dict(k_token_stride="i32", k_head_stride="i32", v_token_stride="i32", v_head_stride="i32")
@@ -291,7 +291,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         signature = dict(x=element, values="*fp8e4nv", scale="*u8", rows="i32", scale_rows="i32")
         signature |= dict(token_stride="i32", head_stride="i32")
         constants = dict(
-            HEAD=heads, HEAD_DIM=head_dim, COL=col, PAGE_SIZE=128, BLOCK_D=triton.next_power_of_2(head_dim), TILE=8,
+            HEAD=heads, HEAD_DIM=head_dim, COL=col, PAGE_SIZE=128, BLOCK_D=next_power_of_2(head_dim), TILE=8,
             SCALES=scales, FLOOR=floor,
         )  # fmt: skip
         cases.append((f"quantize-{scales}", _quantize_kernel, signature, constants))
