@@ -164,7 +164,7 @@ def test_the_kernel_itself_is_not_caught():
 
 def test_a_write_through_a_copy_is_caught(tmp_path):
     """``reshape`` of a cache that is a slice of a wider buffer copies it, and the writes are lost."""
-    old = "    integers = {1: torch.uint8"
+    old = "    block = next_power_of_2(dim)"
     fn = broken(tmp_path, "move", old, f"    cache = cache.reshape(-1).view(cache.shape)\n{old}").store_rows
 
     def wanted(call: Call) -> bool:
