@@ -35,8 +35,7 @@ from layoutcheck import (
     needs,
     when,
 )
-from layoutcheck.kernels._launch import interpreted, launch
-from layoutcheck.kernels._mxfp8 import abs_bits
+from layoutcheck.kernels._launch import aligned, cdiv, interpreted, launch, next_power_of_2
 from layoutcheck.kernels._unified_kv import (
     FEW_BLOCKS,
     GROUP,
@@ -74,10 +73,10 @@ page_scale_offset = SCALE.offset_fn("page", "group", name="page_scale_offset", s
 
 @triton.jit
 def _new_rows(
-    rows, entry, live, token, d, entry_stride, token_stride, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr
+    rows, entry, given, token, d, entry_stride, token_stride, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):  # fmt: skip
     """fp32 rows [entry, token, group, 64]; zeros beyond the page and the row."""
-    inside = live & (token < PAGE_SIZE) & (d < DIM)
+    inside = given & (token < PAGE_SIZE) & (d < DIM)
     x = tl.load(
         rows + new_row_offset(entry, token, d, ENTRY_STRIDE=entry_stride, TOKEN_STRIDE=token_stride), inside, other=0.0
     )
@@ -85,20 +84,17 @@ def _new_rows(
 
 
 @triton.jit
-def _amax_bits(x):
-    """Bits of the largest finite magnitude [entry, group]. An infinity counts as the largest finite value."""
-    bits = abs_bits(x)
-    bits = tl.where(bits > 0x7F800000, 0, tl.minimum(bits, 0x7F7FFFFF))
-    return tl.max(tl.max(bits, axis=3), axis=1)
+def _amax(x):
+    """The largest finite magnitude [entry, group]; 0 for NaN alone. An infinity counts as the largest finite value."""
+    amax = tl.max(tl.max(tl.abs(x), axis=3), axis=1)  # of a NaN and a number it takes the number
+    return tl.where(amax != amax, 0.0, tl.minimum(amax, 3.4028234663852886e38))
 
 
 @triton.jit
 def _store_rows(
     kv, x, inverse, page, live, token, d, LARGEST: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr
 ):
-    y = x * inverse
-    y = tl.where(y > LARGEST, LARGEST, y)
-    y = tl.where(y < -LARGEST, -LARGEST, y)
+    y = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     codes = tl.reshape(y, (x.shape[0], x.shape[1], x.shape[2] * GROUP)).to(kv.dtype.element_ty)
     inside = live & (token < PAGE_SIZE) & (d < DIM)
     tl.store(kv + page_offset(page, token, d, DIM=DIM, PAGE_SIZE=PAGE_SIZE), codes, inside)
@@ -113,23 +109,24 @@ def _quantize_kernel(
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     page = tl.load(loc + entry.to(tl.int64) * loc_stride, entry < entries, other=0)
     live = page > 0  # page 0 is the sink of padded tokens, negative pages are padding
-    row, at, take = entry[:, None, None], page[:, None, None], live[:, None, None]
+    row, at = entry[:, None, None], page[:, None, None]
+    given, take = row < entries, live[:, None, None]  # loads do not wait for the page
     token = tl.arange(0, TOKENS)[None, :, None]
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, None, :]
     group = tl.program_id(1) * (BLOCK_D // GROUP) + tl.arange(0, BLOCK_D // GROUP)[None, :]
 
     # The first tokens stay in registers; those of pages with more are read again.
-    x = _new_rows(rows, row, take, token, d, entry_stride, token_stride, DIM, PAGE_SIZE)
-    amax = _amax_bits(x)
+    x = _new_rows(rows, row, given, token, d, entry_stride, token_stride, DIM, PAGE_SIZE)
+    amax = _amax(x)
     for start in range(TOKENS, PAGE_SIZE, TOKENS):
-        more = _new_rows(rows, row, take, start + token, d, entry_stride, token_stride, DIM, PAGE_SIZE)
-        amax = tl.maximum(amax, _amax_bits(more))
+        more = _new_rows(rows, row, given, start + token, d, entry_stride, token_stride, DIM, PAGE_SIZE)
+        amax = tl.maximum(amax, _amax(more))
     # 2^-126, the smallest normal number, keeps the inverse finite.
-    scale = tl.maximum(tl.div_rn(amax.to(tl.float32, bitcast=True), LARGEST), 1.1754943508222875e-38)
+    scale = tl.maximum(tl.div_rn(amax, LARGEST), 1.1754943508222875e-38)
     inverse = tl.div_rn(1.0, scale)[:, None, :, None]
     _store_rows(kv, x, inverse, at, take, token, d, LARGEST, DIM, PAGE_SIZE)
     for start in range(TOKENS, PAGE_SIZE, TOKENS):
-        more = _new_rows(rows, row, take, start + token, d, entry_stride, token_stride, DIM, PAGE_SIZE)
+        more = _new_rows(rows, row, given, start + token, d, entry_stride, token_stride, DIM, PAGE_SIZE)
         _store_rows(kv, more, inverse, at, take, start + token, d, LARGEST, DIM, PAGE_SIZE)
     tl.store(
         kv_scale + page_scale_offset(page[:, None], group, PAGE_STRIDE=page_stride),
@@ -141,8 +138,8 @@ def _quantize_kernel(
 @lru_cache
 def _quantize_blocks(dim: int, page_size: int) -> dict[str, int]:
     """A tile of 4,096 elements, or 8,192 where a page has many rows: whole groups of at most 128 rows."""
-    tokens = min(triton.next_power_of_2(page_size), 128)
-    block_d = min(triton.next_power_of_2(dim), max(64, 8192 // tokens), 1024)
+    tokens = min(next_power_of_2(page_size), 128)
+    block_d = min(next_power_of_2(dim), max(64, 8192 // tokens), 1024)
     entries = max(1, 4096 // (tokens * block_d))
     return dict(ENTRIES=entries, TOKENS=tokens, BLOCK_D=block_d, num_warps=4 if tokens * block_d <= 4096 else 8)
 
@@ -176,7 +173,7 @@ def quantize_store_unified_kv(
         return
     blocks = _quantize_blocks(dim, page_size)
     launch(
-        _quantize_kernel, (triton.cdiv(entries, blocks["ENTRIES"]), triton.cdiv(dim, blocks["BLOCK_D"])), kv,
+        _quantize_kernel, (cdiv(entries, blocks["ENTRIES"]), cdiv(dim, blocks["BLOCK_D"])), kv,
         rows, loc, kv, kv_scale, entries, page_size * rows.stride(0), rows.stride(0), loc.stride(0), kv_scale.stride(0),
         DIM=dim, PAGE_SIZE=page_size, LARGEST=240.0 if kv.dtype is torch.float8_e4m3fnuz else 448.0, **blocks,
     )  # fmt: skip
@@ -220,26 +217,9 @@ def _dequantized(codes, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    kv, kv_scale, slot, live, dtype: tl.constexpr,
-    DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Rows [slot, dim] in the dtype of the query; zeros where a slot is not live."""
-    if kv_scale is None:
-        rows = _listed_rows(kv, slot, live, DIM, BLOCK_D)
-    else:
-        codes = _listed_codes(kv, slot, live, DIM, BLOCK_D)
-        scale = _listed_scales(kv_scale, slot, live, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
-        rows = _dequantized(codes, scale, dtype)
-    return rows
-
-
-@triton.jit
-def _product(a, b, acc, SWAP: tl.constexpr):
-    """acc + a @ b. ``SWAP`` computes the transpose, which makes b the left operand."""
-    if SWAP:
-        return tl.trans(tl.dot(tl.trans(b), tl.trans(a), tl.trans(acc)))
-    return tl.dot(a, b, acc)
+def _swapped_product(a, b, acc):
+    """acc + a @ b by its transpose, which makes b the left operand."""
+    return tl.trans(tl.dot(tl.trans(b), tl.trans(a), tl.trans(acc)))
 
 
 @triton.jit
@@ -259,12 +239,12 @@ def _weigh(logits, m, l, APART: tl.constexpr):  # noqa: E741
 def _attend_kernel(
     q, kv, kv_scale, indices, indptr, sink, out, lse, score_scale, splits, q_token_stride, q_head_stride,
     HEAD: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SWAP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of heads of one token over one part of its list: the output, or with ``lse`` a part for the reduction.
 
     Logits are base 2: ``score_scale`` has the factor log2(e). With ``STAGES`` tiles are loaded ahead through shared
-    memory, two with 5 of them since slots come first; with 0 one tile is, into registers.
+    memory, two with 5 of them since slots come first. With 0, for few heads over FP8, one tile is, into registers.
     """
     HEAD_BLOCKS: tl.constexpr = (HEAD + BLOCK_H - 1) // BLOCK_H
     token, split = tl.program_id(0) // HEAD_BLOCKS, tl.program_id(1)
@@ -281,7 +261,7 @@ def _attend_kernel(
     if sink is not None and lse is None:
         m = tl.load(sink + head, head < HEAD, other=0.0) * LOG2E
     n = tl.arange(0, BLOCK_N)
-    APART: tl.constexpr = SWAP and kv_scale is not None  # rows of 16 bits leave no registers for it
+    APART: tl.constexpr = STAGES == 0  # rows of 16 bits would leave no registers for it
     if APART:
         l = tl.broadcast_to(tl.where(n == 0, 1.0, 0.0)[None, :], (BLOCK_H, BLOCK_N))  # noqa: E741 - as in the literature
     else:
@@ -292,7 +272,12 @@ def _attend_kernel(
         for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             live = start + n < end
             slot = tl.load(indices + start + n, live, other=0)
-            rows = _rows(kv, kv_scale, slot, live, q.dtype.element_ty, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+            if kv_scale is None:
+                rows = _listed_rows(kv, slot, live, DIM, BLOCK_D)
+            else:
+                codes = _listed_codes(kv, slot, live, DIM, BLOCK_D)
+                scale = _listed_scales(kv_scale, slot, live, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+                rows = _dequantized(codes, scale, q.dtype.element_ty)
             logits = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
             # Triton gives a product that it sees to lead to another all warps along the rows. Where they are more than
             # the rows need, both halves of them would compute all of it. In a branch it does not see that; a product of
@@ -304,25 +289,22 @@ def _attend_kernel(
             acc = tl.dot(p.to(q.dtype.element_ty), rows, acc * correction[:, None])
     else:
         slot = tl.load(indices + begin + n, begin + n < end, other=0)
-        rows = _rows(kv, kv_scale, slot, begin + n < end, q.dtype.element_ty, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+        codes = _listed_codes(kv, slot, begin + n < end, DIM, BLOCK_D)
+        scale = _listed_scales(kv_scale, slot, begin + n < end, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+        rows = _dequantized(codes, scale, q.dtype.element_ty)
         slot = tl.load(indices + begin + BLOCK_N + n, begin + n < end - BLOCK_N, other=0)
         for start in range(begin, end, BLOCK_N):
             at = start + n
             # While this tile is used, the rows of the next and the slots of the one after it are on their way.
-            if kv_scale is None:
-                more = _listed_rows(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
-            else:
-                more = _listed_codes(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
-                scale = _listed_scales(kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
+            codes = _listed_codes(kv, slot, at < end - BLOCK_N, DIM, BLOCK_D)
+            scale = _listed_scales(kv_scale, slot, at < end - BLOCK_N, DIM, PAGE_SIZE, PAGE_STRIDE, BLOCK_D)
             slot = tl.load(indices + 2 * BLOCK_N + at, at < end - 2 * BLOCK_N, other=0)
-            logits = _product(queries, tl.trans(rows), tl.zeros((BLOCK_H, BLOCK_N), tl.float32), SWAP) * score_scale
+            logits = _swapped_product(queries, tl.trans(rows), tl.zeros((BLOCK_H, BLOCK_N), tl.float32)) * score_scale
             p, correction, m, l = _weigh(tl.where((at < end)[None, :], logits, float("-inf")), m, l, APART)  # noqa: E741
-            acc = _product(p.to(q.dtype.element_ty), rows, acc * correction[:, None], SWAP)
+            acc = _swapped_product(p.to(q.dtype.element_ty), rows, acc * correction[:, None])
             # Dequantised here, not where it is used: Triton puts a left operand that the loop carries into shared
             # memory for both products, and one computed beside them into registers, which it then lacks.
-            if kv_scale is not None:
-                more = _dequantized(more, scale, q.dtype.element_ty)
-            rows = more
+            rows = _dequantized(codes, scale, q.dtype.element_ty)
 
     if APART:
         l = tl.sum(l, axis=1)  # noqa: E741
@@ -377,7 +359,7 @@ class _Device(NamedTuple):
     processors: int
     shared_memory: int  # bytes that one program can have
     few: bool  # whether few heads over FP8 have the kernel made for them
-    early: bool  # whether the reduction is launched early (programmatic dependent launch): it saves about 2 us
+    early: bool  # whether the reduction is launched early (programmatic dependent launch)
 
 
 @lru_cache
@@ -397,24 +379,40 @@ def _device(device: torch.device) -> _Device:
 
 @lru_cache
 def _attend_blocks(heads: int, dim: int, fp8: bool, room: int) -> dict[str, int]:
-    """Tile sizes and warps.
+    """Tile sizes, warps and stages: the fastest of those timed on an H200 that fit into ``room`` bytes.
 
-    Hopper's tensor cores want 64 rows on the left. Fewer heads than that go to the right, where 8 columns are enough.
+    Hopper's tensor cores want 64 rows on the left. Over FP8, fewer heads than that go to the right, where 8 columns
+    are enough.
     """
-    block_d = triton.next_power_of_2(dim)
-    block_h = max(16, min(64, triton.next_power_of_2(heads), 32_768 // block_d))
-    warps = 4 if block_h * block_d <= 8192 else 8
-    block_n, stages = 32 if fp8 else 64, 0  # dequantised rows take the registers that a larger tile would need
-    if fp8 and block_h == 64 and warps == 8 and 64 * block_d * 6 + 12_288 <= room:  # q, rows, and codes of two tiles
-        block_n, stages = 64, 5
-    if not fp8 and block_h == 16 and block_d >= 512:  # the prefetched rows of 16 bits need the registers of 8 warps
-        block_n, warps = 128, 8
-    while block_n > 16 and 2 * (block_d * (block_h + block_n) + block_h * block_n) + 1024 > room:
-        block_n //= 2
+    block_d = next_power_of_2(dim)
+    block_h = max(16, min(64, next_power_of_2(heads), 32_768 // block_d))
+    if fp8 and block_h < 64:
+        warps, stages = 4 if block_h * block_d <= 8192 else 8, 0
+        block_n = 32  # dequantised rows take the registers that a larger tile would need
+        while block_n > 16 and _need(block_h, block_n, block_d, fp8, stages) > room:
+            block_n //= 2
+    else:
+        warps = 4 if block_h * block_d <= 16_384 else 8
+        block_n = 64 if block_h == 64 else max(16, min(128, 16_384 // block_d))
+        while block_n > 16 and _need(block_h, block_n, block_d, fp8, 3) > room:
+            block_n //= 2
+        at_once = {s: room // _need(block_h, block_n, block_d, fp8, s) for s in (5, 3)}
+        stages = max(at_once, key=lambda s: (min(at_once[s], 2), s))  # two programs rather than two tiles ahead
+        if not at_once[stages]:
+            if block_h > 16:
+                return _attend_blocks(block_h // 2, dim, fp8, room)
+            stages = 1
     return dict(
-        BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, SWAP=block_h < 64, STAGES=stages, num_warps=warps,
-        num_stages=1,
+        BLOCK_H=block_h, BLOCK_N=block_n, BLOCK_D=block_d, STAGES=stages, num_warps=warps, num_stages=1
     )  # fmt: skip
+
+
+def _need(block_h: int, block_n: int, block_d: int, fp8: bool, stages: int) -> int:
+    """About how much shared memory a program needs, in bytes: for q, tiles of rows, and the weights of one."""
+    ahead = max(0, (stages - 1) // 2)
+    # FP8: codes, and what is dequantised. Otherwise, while a product of 64 rows reads a tile, the others are loaded.
+    bytes_ = ahead + 2 if fp8 else 2 * max(1, ahead + (block_h == 64))
+    return bytes_ * block_n * block_d + 2 * block_h * (block_d + block_n) + 5120
 
 
 @lru_cache(maxsize=1024)
@@ -474,10 +472,10 @@ def sparse_attention_unified_kv(
     device = _device(q.device)
     # The kernel for few heads copies 16 bytes at a time. By timings of an earlier form of it, which took longer, two of
     # its blocks, of 16 heads, take less time than one of 32 of the other.
-    few = kv.dtype is torch.float8_e4m3fn and dim == 512 and heads <= 32 and device.few and kv.data_ptr() % 16 == 0
+    few = kv.dtype is torch.float8_e4m3fn and dim == 512 and heads <= 32 and device.few and aligned(kv, 16)
     sizes = FEW_BLOCKS if few else _attend_blocks(heads, dim, kv_scale is not None, device.shared_memory)
-    programs = tokens * triton.cdiv(heads, 16 if few else sizes["BLOCK_H"])
-    tiles = triton.cdiv(triton.cdiv(indices.shape[0], tokens), sizes["BLOCK_N"])
+    programs = tokens * cdiv(heads, 16 if few else sizes["BLOCK_H"])
+    tiles = cdiv(cdiv(indices.shape[0], tokens), sizes["BLOCK_N"])
     splits = _splits(programs, tiles, device.processors * (8 // sizes["num_warps"]))
     parts = lse = None
     if splits > 1:
@@ -503,7 +501,7 @@ def sparse_attention_unified_kv(
     if parts is not None:
         launch(
             _reduce_kernel, (tokens * heads,), q, parts, lse, sink, out, splits,
-            HEAD=heads, DIM=dim, BLOCK_S=4, BLOCK_D=triton.next_power_of_2(dim), EARLY=device.early,
+            HEAD=heads, DIM=dim, BLOCK_S=4, BLOCK_D=next_power_of_2(dim), EARLY=device.early,
             **(dict(launch_pdl=True) if device.early else {}),
         )  # fmt: skip
     return out

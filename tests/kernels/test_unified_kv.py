@@ -127,6 +127,16 @@ def test_nan_and_infinity_stay_in_their_element():
     assert not decoded[6:].isnan().any()
 
 
+def test_a_group_of_nan_alone_has_the_scale_of_zeros():
+    rows = torch.ones(2, 128)
+    rows[:, :64] = math.nan
+    kv, scale = torch.zeros(4, 128).to(E4M3), torch.zeros(2, 2)
+    quantize_store_unified_kv(rows, torch.tensor([1]), kv, scale, page_size=2)
+    assert kv[2:, :64].float().isnan().all()
+    assert (kv[2:, 64:].float() == 448).all()
+    assert scale[1].tolist() == [2.0**-126, torch.tensor(1 / 448).item()]
+
+
 def test_nothing_to_store():
     kv, scale = torch.zeros(6, 64).to(E4M3), torch.zeros(3, 1)
     quantize_store_unified_kv(torch.ones(0, 64), torch.ones(0, dtype=torch.int64), kv, scale, page_size=2)
