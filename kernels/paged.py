@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from layoutcheck import FP32, INT32, Index, Indptr, Layout, contract, forbids, needs, when
-from layoutcheck.kernels._launch import TRITON, launch, raw
+from layoutcheck.kernels._launch import TRITON, aligned, cdiv, launch, next_power_of_2, raw
 from layoutcheck.kernels._mxfp8 import BLOCK, scale_value
 from layoutcheck.kernels._paged import (
     CACHE,
@@ -119,24 +119,34 @@ def _rows(
 def _scale_bytes(
     scale, page, start, lowest, stop, head,
     HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """The E8M0 bytes of the same rows, (key, group)."""
+    """The E8M0 bytes of the same rows, (key, group), in 32 bits: a layout is changed faster than in 8.
+
+    With ``WORD``, the type of a number as wide as the groups of a key, they are loaded as one, which Triton then does
+    tiles ahead, as it does with rows.
+    """
     n = tl.arange(0, BLOCK_N)[:, None]
     group = tl.arange(0, GROUPS)[None, :]
+    first_group = group if WORD is None else 0
     token = token_of_key(start + n, PAGE_SIZE=PAGE_SIZE)
     if not INTERLEAVED:
-        at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
+        at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, first_group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
     elif WHOLE:  # linear likewise: a tile has whole chunks of a page, or lies in one
         first = token_of_key(start, PAGE_SIZE=PAGE_SIZE)
         scale += interleaved_offset(page, first, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
-        at = interleaved_offset_32(0, n, 0, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        at = interleaved_offset_32(0, n, 0, first_group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
-        at = interleaved_offset(page, token, head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        at = interleaved_offset(page, token, head, first_group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     inside = (n >= lowest - start) & (n < stop - start)
-    if GROUPS * BLOCK != HEAD_DIM:
-        inside = inside & (group * BLOCK < HEAD_DIM)
-    return tl.load(scale + at, inside, other=127)
+    if WORD is not None:
+        word = tl.load((scale + at).to(tl.pointer_type(WORD), bitcast=True), inside, other=0)
+        byte = (word >> group * 8).to(tl.int32) & 0xFF
+    else:
+        if GROUPS * BLOCK != HEAD_DIM:
+            inside = inside & (group * BLOCK < HEAD_DIM)
+        byte = tl.load(scale + at, inside, other=0).to(tl.int32)
+    return byte
 
 
 @triton.jit
@@ -161,6 +171,7 @@ def _attend_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, EXPANDED: tl.constexpr,
     INTERLEAVED: tl.constexpr, VARLEN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    K_WORD: tl.constexpr, V_WORD: tl.constexpr,
 ):  # fmt: skip
     """The queries of one tile and KV head over one split of the keys.
 
@@ -245,15 +256,6 @@ def _attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS * V_SPREAD, BLOCK_V), tl.float32)
     v_top = tl.full((ROWS * V_SPREAD,), float("-inf"), tl.float32)
-    if MX:  # Scales are loaded a tile ahead, and their pages two: no tile waits for them.
-        page = _page(page_table, seq, begin, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
-        k_byte = _scale_bytes(
-            k_scale, page, begin, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED
-        )
-        v_byte = _scale_bytes(
-            v_scale, page, begin, lowest, stop, head, HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED
-        )
-        next_page = _page(page_table, seq, begin + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
     # The tiles of keys that every query sees come first, without a mask. A second loop does not pay for a bf16 decode.
     ALL_SEEN: tl.constexpr = (MX or VARLEN) and not WINDOWED
     middle = begin
@@ -266,28 +268,24 @@ def _attend_kernel(
                 k_cache, page, start, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, WHOLE, MASKED
             )  # fmt: skip
             if MX:
-                k_code = k_byte.to(tl.int32)  # a layout is changed faster in 32 bits than in 8
-                v_code = v_byte.to(tl.int32)
-                ahead = start + BLOCK_N
                 k_byte = _scale_bytes(
-                    k_scale, next_page, ahead, lowest, stop, head,
-                    HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED,
+                    k_scale, page, start, lowest, stop, head,
+                    HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED, K_WORD,
                 )  # fmt: skip
                 v_byte = _scale_bytes(
-                    v_scale, next_page, ahead, lowest, stop, head,
-                    HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED,
+                    v_scale, page, start, lowest, stop, head,
+                    HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED, V_WORD,
                 )  # fmt: skip
-                next_page = _page(page_table, seq, ahead + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
 
             if SPREAD:
                 logits = tl.reshape(tl.dot(q_rows, tl.trans(k.to(tl.float16))), (ROWS, K_GROUPS, BLOCK_N))
-                logits *= q_factor[:, :, None] * tl.trans(scale_value(k_code))[None, :, :]
+                logits *= q_factor[:, :, None] * tl.trans(scale_value(k_byte))[None, :, :]
                 logits = tl.sum(logits, axis=1) * lift_factor[:, None]
             elif SCALED:
-                q_scales, k_scales = q_byte.to(tl.uint8), k_code.to(tl.uint8)
+                q_scales, k_scales = q_byte.to(tl.uint8), k_byte.to(tl.uint8)
                 logits = tl.dot_scaled(q_rows, q_scales, "e4m3", tl.trans(k), k_scales, "e4m3") * qk_scale
             elif MX:
-                k = dequantise(k, scale_value(k_code) * QUARTER, BLOCK_N, K_GROUPS)
+                k = dequantise(k, scale_value(k_byte) * QUARTER, BLOCK_N, K_GROUPS)
                 logits = tl.dot(q_rows, tl.trans(k)) * (qk_scale / (QUARTER * QUARTER))
             else:
                 logits = tl.dot(q_rows, tl.trans(k)) * qk_scale
@@ -305,12 +303,12 @@ def _attend_kernel(
             )  # fmt: skip
             total = total * shrink + tl.sum(p, axis=1)
             if SPREAD:
-                logits = logits[:, None, :] + tl.trans(_exponent(v_code))[None, :, :]
+                logits = logits[:, None, :] + tl.trans(_exponent(v_byte))[None, :, :]
                 v_top, p, shrink = _step(v_top, tl.reshape(logits, (ROWS * V_GROUPS, BLOCK_N)))
                 acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * shrink[:, None])
             else:
                 if MX:
-                    v = dequantise(v, scale_value(v_code) * HEADROOM, BLOCK_N, V_GROUPS)
+                    v = dequantise(v, scale_value(v_byte) * HEADROOM, BLOCK_N, V_GROUPS)
                 acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
     empty = total == 0.0
@@ -429,7 +427,7 @@ def paged_attention(
     seqs, max_pages = page_table.shape
     varlen = query_start is not None
     room = _room(q.device)
-    queries = triton.cdiv(tokens, seqs) if varlen else 1
+    queries = cdiv(tokens, seqs) if varlen else 1
     sizes = _sizes(q_heads // heads, head_dim, v_head_dim, queries, mx, room)
     scaled = mx and _block_scaled(q.device)
     interleaved = mx and scale_layout == "interleaved"
@@ -447,9 +445,9 @@ def paged_attention(
         sizes = _sizes(q_heads // heads, head_dim, v_head_dim, queries, mx, room)
     blocks = tokens // sizes["BLOCK_Q"] + seqs if varlen else seqs
     splits = _splits(blocks * heads, max_pages * page_size, sizes["SPREAD"])
-    once = sizes["SPREAD"] and page_size % 64 == 0 and triton.cdiv(max_pages * page_size, splits) <= 64
+    once = sizes["SPREAD"] and page_size % 64 == 0 and cdiv(max_pages * page_size, splits) <= 64
     if once and max(head_dim, v_head_dim) <= 128:  # one tile a program; of wider heads two take fewer registers
-        sizes["BLOCK_N"] = 64
+        sizes = sizes | dict(BLOCK_N=64)
     part = lse = out  # not used
     if splits > 1:
         part = torch.empty((tokens, q_heads, splits, v_head_dim), dtype=torch.float32, device=q.device)
@@ -464,13 +462,14 @@ def paged_attention(
         Q_HEAD=q_heads, HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size, **sizes,
         SPLITS=splits, MX=mx, SCALED=scaled, EXPANDED=expand, INTERLEAVED=interleaved,
         VARLEN=varlen, CAPPED=soft_cap is not None, WINDOWED=window is not None,
+        K_WORD=_word(k_scale), V_WORD=_word(v_scale),
         **_schedule(sizes, mx, room, once),
     )  # fmt: skip
     if splits > 1:
-        block_s = triton.next_power_of_2(splits)
+        block_s = next_power_of_2(splits)
         columns = min(sizes["BLOCK_V"], max(32, 4096 // block_s))  # of many parts few columns: their loads take time
         launch(
-            _join_kernel, (tokens * q_heads, triton.cdiv(v_head_dim, columns)), q,
+            _join_kernel, (tokens * q_heads, cdiv(v_head_dim, columns)), q,
             part, lse, out, out.stride(0), out.stride(1),
             Q_HEAD=q_heads, V_HEAD_DIM=v_head_dim, BLOCK_V=columns, SPLITS=splits, BLOCK_S=block_s, num_warps=4,
         )  # fmt: skip
@@ -485,20 +484,30 @@ def _worth_expanding(query_rows: int, key_rows: int, sizes: dict[str, Any], scal
     return not sizes["SPREAD"] and not scaled and key_rows <= query_rows
 
 
+def _word(scale: Tensor | None) -> Any:
+    """The type of one number that has all groups of a key and head; None where there is none, or not at each."""
+    if scale is None:
+        return None
+    groups = scale.shape[-1]
+    word = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}.get(groups)
+    return word if word is not None and aligned(scale, groups) else None
+
+
 def _bytes(scale: Tensor | None, otherwise: Tensor) -> Tensor:
     return otherwise if scale is None else raw(scale)
 
 
+@functools.lru_cache
 def _sizes(group: int, head_dim: int, v_head_dim: int, queries: int, mx: bool, room: int) -> dict[str, Any]:
     """The tile of a program: queries, heads, keys. ``queries`` is how many a sequence has, on average."""
-    block_h = triton.next_power_of_2(group)
-    block_d, block_v = (max(BLOCK.value, triton.next_power_of_2(d)) for d in (head_dim, v_head_dim))
+    block_h = next_power_of_2(group)
+    block_d, block_v = (max(BLOCK.value, next_power_of_2(d)) for d in (head_dim, v_head_dim))
     narrow, wide = sorted((block_d, block_v))
     most = 16384 // wide if mx or wide > 128 else 256
-    wanted = min(triton.next_power_of_2(queries) * block_h, most)
+    wanted = min(next_power_of_2(queries) * block_h, most)
     # Spread tiles have a row for each query and group: only where that is about the 16 that a product needs anyway.
     spread = mx and wanted * (wide // BLOCK.value) <= 32
-    least = triton.cdiv(16 * BLOCK.value, narrow) if spread else 16
+    least = cdiv(16 * BLOCK.value, narrow) if spread else 16
     sizes = dict(
         BLOCK_Q=max(wanted, least) // block_h or 1, BLOCK_H=block_h, BLOCK_N=64 if wide <= 256 and not spread else 32,
         BLOCK_D=block_d, BLOCK_V=block_v, SPREAD=spread,
@@ -540,7 +549,7 @@ def _splits(programs: int, longest: int, spread: bool) -> int:
     Programs of one warp start and end quickly: they are best where all of them run at once.
     """
     wanted, keys, most = (1024, 64, 128) if spread else (2048, 128, 32)
-    return max(1, min(triton.cdiv(wanted, programs), longest // keys, most))
+    return max(1, min(cdiv(wanted, programs), longest // keys, most))
 
 
 @functools.cache
@@ -585,6 +594,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         constants = dict(
             Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, SCALED=False,
             EXPANDED=False, INTERLEAVED=mx, VARLEN=queries > 1, CAPPED=False, WINDOWED=False,
+            K_WORD=tl.int32 if mx else None, V_WORD=tl.int32 if mx else None,
             **_sizes(4, 128, 128, queries, mx, 64 * 1024),
         )  # fmt: skip
         cases.append((name, _attend_kernel, signature, constants | options))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from layoutcheck.kernels import quantize_mxfp8
 from layoutcheck.kernels.paged import paged_attention
 from layoutcheck.layouts.mxfp8 import MXFP8_SCALE_INTERLEAVED
+from layoutcheck.pools import MXFP8KVPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,6 +118,27 @@ def test_against_float64(kind, lengths, counts, shape):
     assert out.isfinite().all()
     worst = ((out.double() - expected).abs() / bound).max().item()
     assert worst <= 1.0, worst
+
+
+def test_scales_may_begin_at_any_byte():
+    """Where they are aligned, all of a key's are loaded as one number."""
+    pool = MXFP8KVPool.allocate(page=9, page_size=128, head=4, head_dim=128, device="cuda")
+    k, v = (torch.randn(pool.dims["slot"], 4, 128, device="cuda").bfloat16() for _ in "kv")
+    pool.store(k, v, torch.arange(len(k), device="cuda"))
+    q, q_scale = quantize_mxfp8(torch.randn(2, 16, 128, device="cuda").bfloat16())
+    table, lens = torch.randperm(8, device="cuda").int().view(2, 4) + 1, torch.tensor([500, 77], device="cuda").int()
+    outs = []
+    for shift in (0, 1, 2):
+        scales = []
+        for scale in (pool.k_scale, pool.v_scale):
+            whole = torch.zeros(scale.numel() + shift, dtype=torch.uint8, device="cuda")
+            whole[shift:] = scale.view(torch.uint8).flatten()
+            scales.append(whole[shift:].view(scale.shape))
+        named = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        outs.append(paged_attention(q, pool.k, pool.v, table, lens, q_scale=q_scale, **named))
+    assert outs[0].isfinite().all()
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=2**-7, atol=2**-9)
 
 
 def test_offsets_pass_2_31():

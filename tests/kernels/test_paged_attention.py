@@ -195,6 +195,25 @@ def test_decode_mxfp8(kind, shape):
     problem(kind, [1, 0, 64, 130], **shape).check(MX_SPREAD)
 
 
+def moved_by_a_byte(scale):
+    """The same scales where no number wider than a byte can be loaded."""
+    whole = torch.zeros(scale.numel() + 1, dtype=torch.uint8, device=scale.device)
+    whole[1:] = scale.view(torch.uint8).flatten()
+    return whole[1:].view(E8M0).view(scale.shape)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "flat"])
+@pytest.mark.parametrize("queries", [None, [3, 40]])
+def test_scales_may_begin_at_any_byte(kind, queries):
+    made = problem(kind, [150, 60], queries, head_dim=128, v_head_dim=64)
+    want = made.check()
+    for name in ("k_scale", "v_scale"):
+        assert module._word(made.options[name]) is not None
+        made.options[name] = moved_by_a_byte(made.options[name])
+        assert module._word(made.options[name]) is None
+    assert torch.equal(made.check(), want)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, "interleaved", "flat"])
 @pytest.mark.parametrize("window", [None, 33])
 def test_extend(kind, window):
