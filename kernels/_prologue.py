@@ -89,25 +89,29 @@ def _quantised(x):
 @triton.jit
 def _earlier_rows(
     rows, conv, token, position, pool, head, live, token_stride, pool_stride, tap_stride,
-    WIDTH: tl.constexpr, IN_SEQUENCE: tl.constexpr,
+    WIDTH: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """The WIDTH - 1 rows before ``token``, oldest first, as stored in bf16; zero where there is no history.
 
     ``position`` rows of the token's sequence lie before it; what is older comes from slot ``pool`` of the conv cache,
-    unless that is negative. Without ``IN_SEQUENCE`` every position is 0.
+    unless that is negative. In decode every position is 0.
     """
     d = tl.arange(0, HEAD_DIM)[None, :]
     cached = live & (pool >= 0)
     pool = tl.maximum(pool, 0)
+    at_start = True
+    if MODE == "extend":  # most tiles need nothing of the conv cache
+        at_start = tl.min(position) < WIDTH - 1
     earlier = ()
     for i in tl.static_range(WIDTH - 1):
-        if IN_SEQUENCE:
+        if MODE != "decode":
             own = position + i >= WIDTH - 1
-            tap = tl.where(own, 0, position + i)
-            at = conv_offset(pool, tap, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
-            row = tl.load(conv + at, cached & (position + i < WIDTH - 1), other=0.0)
             at = slice_offset(tl.where(own, token - (WIDTH - 1 - i), 0), head, d, TOKEN_STRIDE=token_stride)
-            row = tl.where(own, tl.load(rows + at, live & own, other=0.0), row)
+            row = tl.load(rows + at, live & own, other=0.0)
+            if at_start:
+                tap = tl.where(own, 0, position + i)
+                at = conv_offset(pool, tap, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
+                row = tl.where(own, row, tl.load(conv + at, cached & (position + i < WIDTH - 1), other=0.0))
         else:
             at = conv_offset(pool, i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)
             row = tl.load(conv + at, cached, other=0.0)
@@ -173,7 +177,7 @@ def _kv_tile(
     history = tl.where(masked, pool, -1)
     # Everything is loaded before anything is stored: the conv cache is shifted in place.
     earlier = _earlier_rows(
-        rows, conv, token, position, history, head, live, token_stride, pool_stride, tap_stride, WIDTH, MODE != "decode"
+        rows, conv, token, position, history, head, live, token_stride, pool_stride, tap_stride, WIDTH, MODE
     )
     window_rows = earlier + (x,)  # noqa: RUF005
     y = _convolved(window_rows, weight, head, WIDTH, TAPS, SILU, RESIDUAL).to(tl.bfloat16)
@@ -302,7 +306,7 @@ def _update_tile(
     live &= pool >= 0
     history = tl.where(masked, pool, -1)
     last = _earlier_rows(
-        rows, conv, end, end - start, history, head, live, token_stride, pool_stride, tap_stride, WIDTH, True
+        rows, conv, end, end - start, history, head, live, token_stride, pool_stride, tap_stride, WIDTH, "extend"
     )  # fmt: skip
     for i in tl.static_range(WIDTH - 1):
         at = conv_offset(tl.maximum(pool, 0), i, head, d, POOL_STRIDE=pool_stride, TAP_STRIDE=tap_stride)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from layoutcheck import (
@@ -39,7 +38,7 @@ from layoutcheck import (
     together,
     when,
 )
-from layoutcheck.kernels._launch import launch, raw
+from layoutcheck.kernels._launch import cdiv, launch, next_power_of_2, raw
 from layoutcheck.kernels._mxfp8 import BLOCK
 from layoutcheck.kernels._prologue import (
     CACHE,
@@ -112,11 +111,7 @@ class Prologue(NamedTuple):
 
 def _tiles(tokens: int) -> tuple[int, int, int]:
     """Tokens of a program, heads of q in it, and its warps: few tokens need many programs, many need few loads each."""
-    if tokens <= 128:
-        return 1, 4, 1
-    if tokens <= 1024:
-        return 4, 2, 2
-    return 8, 4, 4
+    return (1, 4, 1) if tokens <= 128 else (4, 4, 2)
 
 
 def _run(
@@ -140,7 +135,7 @@ def _run(
     if mxfp8:
         q_scale = torch.empty(tokens, q_heads, head_dim // BLOCK.value, dtype=torch.float8_e8m0fnu, device=device)
     tile, q_tile, warps = _tiles(tokens)
-    programs = triton.cdiv(tokens, tile) * (triton.cdiv(q_heads, q_tile) + 2 * heads)
+    programs = cdiv(tokens, tile) * (cdiv(q_heads, q_tile) + 2 * heads)
     if programs:
         launch(
             prologue_kernel, (programs,), qkvr,
@@ -150,7 +145,7 @@ def _run(
             q, None if q_scale is None else raw(q_scale), k, v,
             tokens, eps, qkvr.stride(0), *k_conv.stride()[:2], *v_conv.stride()[:2], draft_tokens,
             Q_HEAD=q_heads, HEAD=heads, PAGE_SIZE=page_size if mxfp8 else None, WIDTH=width,
-            TAPS=triton.next_power_of_2(width), SILU=silu, RESIDUAL=residual, MXFP8=mxfp8, MODE=mode,
+            TAPS=next_power_of_2(width), SILU=silu, RESIDUAL=residual, MXFP8=mxfp8, MODE=mode,
             TILE=tile, Q_TILE=q_tile, num_warps=warps,
         )  # fmt: skip
     return Prologue(q, k, v, q_scale)
@@ -319,7 +314,7 @@ def fused_prologue_extend(
         q_factor, cu_seqlens=cu_seqlens, seq_index=seq_index,
     )  # fmt: skip
     heads, seqs, tile = k_cache.shape[1], cache_indices.shape[0], 2
-    programs = triton.cdiv(seqs, tile) * 2 * heads
+    programs = cdiv(seqs, tile) * 2 * heads
     # Not in the first launch: its programs read the rows that this one replaces.
     if programs and qkvr.shape[0]:
         launch(
@@ -354,7 +349,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     window = {"k_window": "*bf16", "v_window": "*bf16"}
     varlen = {"cu_seqlens": "*i64", "seq_index": "*i32"}
     sizes = dict(Q_HEAD=32, HEAD=8, PAGE_SIZE=128, WIDTH=4, TAPS=4, SILU=True, RESIDUAL=True)
-    small, large = dict(TILE=1, Q_TILE=4), dict(TILE=8, Q_TILE=4)
+    small, large = dict(TILE=1, Q_TILE=4), dict(TILE=4, Q_TILE=4)
     update = {n: shared[n] for n in ("qkvr", "k_conv", "v_conv", "cache_indices", "cache_mask")}
     return [
         case("decode", prologue_kernel, {**mxfp8, **track}, **sizes, **large, MXFP8=True, MODE="decode"),
