@@ -403,7 +403,8 @@ def move_works(tokens: int = 65_536) -> Iterator[Work]:
 
         entries = tokens * entry * (2 if name == "move_slots" else 1)
         moved = 2 * tokens * bytes_[name] + entries
-        yield Work(f"{name}, T {tokens:,}, random", run, check, bytes=moved, peers={"torch.compile": theirs})
+        label, peers = f"{name}, T {tokens:,}, random", {"torch.compile": theirs}
+        yield Work(label, run, check, bytes=moved, peers=peers, graph=True)
 
 
 def unified_works(tokens: int = 262_144) -> Iterator[Work]:
@@ -437,7 +438,9 @@ def unified_works(tokens: int = 262_144) -> Iterator[Work]:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-SPARSE = ((16, 128, 4096, "fp8"), (16, 128, 4096, "bf16"), (128, 128, 1152, "fp8"))
+SPARSE = (
+    (16, 128, 4096, "fp8"), (16, 128, 4096, "bf16"), (128, 128, 1152, "fp8"), (128, 128, 1152, "bf16")
+)  # fmt: skip
 
 
 def sparse_works(sizes: Any = SPARSE) -> Iterator[Work]:
