@@ -116,37 +116,42 @@ def _rows(
 
 
 @triton.jit
-def _scale_bytes(
+def _scales(
     scale, page, start, lowest, stop, head,
     HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
     WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """The E8M0 bytes of the same rows, (key, group), in 32 bits: a layout is changed faster than in 8.
+    """The E8M0 bytes of the same rows, (key, group); with ``WORD`` those of a key as one number of that type, (key, 1).
 
-    With ``WORD``, the type of a number as wide as the groups of a key, they are loaded as one, which Triton then does
-    tiles ahead, as it does with rows.
+    Bytes are taken apart as soon as they come, which waits for them however early they were asked for. Words are not.
     """
     n = tl.arange(0, BLOCK_N)[:, None]
-    group = tl.arange(0, GROUPS)[None, :]
-    first_group = group if WORD is None else 0
+    group = tl.arange(0, GROUPS)[None, :] if WORD is None else 0
     token = token_of_key(start + n, PAGE_SIZE=PAGE_SIZE)
     if not INTERLEAVED:
-        at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, first_group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
+        at = flat_offset(slot_of(page, token, PAGE_SIZE=PAGE_SIZE), head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM)
     elif WHOLE:  # linear likewise: a tile has whole chunks of a page, or lies in one
         first = token_of_key(start, PAGE_SIZE=PAGE_SIZE)
         scale += interleaved_offset(page, first, head, 0, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
-        at = interleaved_offset_32(0, n, 0, first_group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        at = interleaved_offset_32(0, n, 0, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     else:
-        at = interleaved_offset(page, token, head, first_group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
+        at = interleaved_offset(page, token, head, group, HEAD=HEAD, HEAD_DIM=HEAD_DIM, PAGE_SIZE=PAGE_SIZE)
     inside = (n >= lowest - start) & (n < stop - start)
     if WORD is not None:
-        word = tl.load((scale + at).to(tl.pointer_type(WORD), bitcast=True), inside, other=0)
-        byte = (word >> group * 8).to(tl.int32) & 0xFF
+        scales = tl.load((scale + at).to(tl.pointer_type(WORD), bitcast=True), inside, other=0)
     else:
         if GROUPS * BLOCK != HEAD_DIM:
             inside = inside & (group * BLOCK < HEAD_DIM)
-        byte = tl.load(scale + at, inside, other=0).to(tl.int32)
-    return byte
+        scales = tl.load(scale + at, inside, other=127)
+    return scales
+
+
+@triton.jit
+def _scale_bytes(scales, GROUPS: tl.constexpr, WORD: tl.constexpr):
+    """What ``_scales`` loaded as bytes (key, group), in 32 bits: a layout is changed faster than in 8."""
+    if WORD is not None:
+        scales = (scales >> (tl.arange(0, GROUPS) * 8)[None, :]).to(tl.int32) & 0xFF
+    return scales.to(tl.int32)
 
 
 @triton.jit
@@ -171,7 +176,7 @@ def _attend_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr, MX: tl.constexpr, SPREAD: tl.constexpr, SCALED: tl.constexpr, EXPANDED: tl.constexpr,
     INTERLEAVED: tl.constexpr, VARLEN: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    K_WORD: tl.constexpr, V_WORD: tl.constexpr,
+    K_WORD: tl.constexpr, V_WORD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The queries of one tile and KV head over one split of the keys.
 
@@ -256,6 +261,17 @@ def _attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS * V_SPREAD, BLOCK_V), tl.float32)
     v_top = tl.full((ROWS * V_SPREAD,), float("-inf"), tl.float32)
+    if AHEAD:  # scales by hand a tile ahead, and their pages two
+        page = _page(page_table, seq, begin, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+        next_k = _scales(
+            k_scale, page, begin, lowest, stop, head,
+            HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED, K_WORD,
+        )  # fmt: skip
+        next_v = _scales(
+            v_scale, page, begin, lowest, stop, head,
+            HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED, V_WORD,
+        )  # fmt: skip
+        next_page = _page(page_table, seq, begin + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
     # The tiles of keys that every query sees come first, without a mask. A second loop does not pay for a bf16 decode.
     ALL_SEEN: tl.constexpr = (MX or VARLEN) and not WINDOWED
     middle = begin
@@ -267,15 +283,30 @@ def _attend_kernel(
             k = _rows(
                 k_cache, page, start, lowest, stop, head, HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, WHOLE, MASKED
             )  # fmt: skip
-            if MX:
-                k_byte = _scale_bytes(
+            if AHEAD:
+                k_byte = _scale_bytes(next_k, K_GROUPS, K_WORD)
+                v_byte = _scale_bytes(next_v, V_GROUPS, V_WORD)
+                ahead = start + BLOCK_N
+                next_k = _scales(
+                    k_scale, next_page, ahead, lowest, stop, head,
+                    HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED, K_WORD,
+                )  # fmt: skip
+                next_v = _scales(
+                    v_scale, next_page, ahead, lowest, stop, head,
+                    HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED, V_WORD,
+                )  # fmt: skip
+                next_page = _page(page_table, seq, ahead + BLOCK_N, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
+            elif MX:
+                k_scales = _scales(
                     k_scale, page, start, lowest, stop, head,
                     HEAD, HEAD_DIM, PAGE_SIZE, BLOCK_N, K_GROUPS, WHOLE, INTERLEAVED, K_WORD,
                 )  # fmt: skip
-                v_byte = _scale_bytes(
+                k_byte = _scale_bytes(k_scales, K_GROUPS, K_WORD)
+                v_scales = _scales(
                     v_scale, page, start, lowest, stop, head,
                     HEAD, V_HEAD_DIM, PAGE_SIZE, BLOCK_N, V_GROUPS, WHOLE, INTERLEAVED, V_WORD,
                 )  # fmt: skip
+                v_byte = _scale_bytes(v_scales, V_GROUPS, V_WORD)
 
             if SPREAD:
                 logits = tl.reshape(tl.dot(q_rows, tl.trans(k.to(tl.float16))), (ROWS, K_GROUPS, BLOCK_N))
@@ -448,6 +479,9 @@ def paged_attention(
     once = sizes["SPREAD"] and page_size % 64 == 0 and cdiv(max_pages * page_size, splits) <= 64
     if once and max(head_dim, v_head_dim) <= 128:  # one tile a program; of wider heads two take fewer registers
         sizes = sizes | dict(BLOCK_N=64)
+    k_word, v_word = (None if once else _word(scale) for scale in (k_scale, v_scale))
+    # Triton loads scales tiles ahead where those of a key are one number of 4 bytes or 8, and more than one tile is.
+    ahead = sizes["SPREAD"] and any(word is None or word.primitive_bitwidth < 32 for word in (k_word, v_word))
     part = lse = out  # not used
     if splits > 1:
         part = torch.empty((tokens, q_heads, splits, v_head_dim), dtype=torch.float32, device=q.device)
@@ -462,7 +496,7 @@ def paged_attention(
         Q_HEAD=q_heads, HEAD=heads, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, PAGE_SIZE=page_size, **sizes,
         SPLITS=splits, MX=mx, SCALED=scaled, EXPANDED=expand, INTERLEAVED=interleaved,
         VARLEN=varlen, CAPPED=soft_cap is not None, WINDOWED=window is not None,
-        K_WORD=_word(k_scale), V_WORD=_word(v_scale),
+        K_WORD=k_word, V_WORD=v_word, AHEAD=ahead,
         **_schedule(sizes, mx, room, once),
     )  # fmt: skip
     if splits > 1:
@@ -581,7 +615,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         ("decode-bf16", False, 1, 128, dict()),
         ("decode-bf16-page16-window", False, 1, 16, dict(WINDOWED=True)),
         ("decode-mxfp8", True, 1, 128, dict()),
-        ("decode-mxfp8-flat-page32", True, 1, 32, dict(INTERLEAVED=False, CAPPED=True)),
+        ("decode-mxfp8-flat-page32", True, 1, 32, dict(INTERLEAVED=False, CAPPED=True, K_WORD=None, AHEAD=True)),
         ("extend-bf16", False, 512, 128, dict(SPLITS=1)),
         ("extend-mxfp8", True, 512, 128, dict(SPLITS=1)),
         ("extend-mxfp8-scaled", True, 512, 128, dict(SPLITS=1, SCALED=True)),
@@ -594,7 +628,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any]]]:
         constants = dict(
             Q_HEAD=32, HEAD=8, HEAD_DIM=128, V_HEAD_DIM=128, PAGE_SIZE=page_size, SPLITS=8, MX=mx, SCALED=False,
             EXPANDED=False, INTERLEAVED=mx, VARLEN=queries > 1, CAPPED=False, WINDOWED=False,
-            K_WORD=tl.int32 if mx else None, V_WORD=tl.int32 if mx else None,
+            K_WORD=tl.int32 if mx else None, V_WORD=tl.int32 if mx else None, AHEAD=False,
             **_sizes(4, 128, 128, queries, mx, 64 * 1024),
         )  # fmt: skip
         cases.append((name, _attend_kernel, signature, constants | options))

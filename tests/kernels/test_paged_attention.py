@@ -202,16 +202,46 @@ def moved_by_a_byte(scale):
     return whole[1:].view(E8M0).view(scale.shape)
 
 
+def noted(monkeypatch):
+    """What attention kernels are launched with from now on."""
+    launched, launch = [], module.launch
+
+    def noting(kernel, *arguments, **meta):
+        if kernel is module._attend_kernel:
+            launched.append(meta)
+        launch(kernel, *arguments, **meta)
+
+    monkeypatch.setattr(module, "launch", noting)
+    return launched
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "flat"])
+def test_programs_of_one_tile(kind, monkeypatch):
+    launched = noted(monkeypatch)
+    problem(kind, [600, 130], head_dim=128, v_head_dim=128, page_size=128).check()
+    (meta,) = launched
+    assert (meta["BLOCK_N"], meta["num_stages"], meta["SPLITS"]) == (64, 1, 12)
+    assert meta["AHEAD"]
+
+
 @pytest.mark.parametrize("kind", ["interleaved", "flat"])
 @pytest.mark.parametrize("queries", [None, [3, 40]])
-def test_scales_may_begin_at_any_byte(kind, queries):
-    made = problem(kind, [150, 60], queries, head_dim=128, v_head_dim=64)
+@pytest.mark.parametrize(
+    ("dims", "words"), [((128, 256), ("int32", "int64")), ((64, 128), ("int16", "int32")), ((96, 128), (None, "int32"))]
+)
+def test_scales_of_a_key_are_one_number_where_they_are_aligned(dims, words, kind, queries, monkeypatch):
+    """By hand a tile ahead where Triton would not load them ahead: of fewer than 4 bytes, or one by one."""
+    launched = noted(monkeypatch)
+    made = problem(kind, [150, 60], queries, head_dim=dims[0], v_head_dim=dims[1])
     want = made.check()
     for name in ("k_scale", "v_scale"):
-        assert module._word(made.options[name]) is not None
         made.options[name] = moved_by_a_byte(made.options[name])
-        assert module._word(made.options[name]) is None
     assert torch.equal(made.check(), want)
+    aligned, moved = launched
+    assert tuple(w and w.name for w in (aligned["K_WORD"], aligned["V_WORD"])) == words
+    assert moved["K_WORD"] is moved["V_WORD"] is None
+    assert aligned["AHEAD"] == (queries is None and words != ("int32", "int64"))
+    assert moved["AHEAD"] == (queries is None)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, "interleaved", "flat"])
