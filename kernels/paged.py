@@ -150,7 +150,7 @@ def _scales(
 def _scale_bytes(scales, GROUPS: tl.constexpr, WORD: tl.constexpr):
     """What ``_scales`` loaded as bytes (key, group), in 32 bits: a layout is changed faster than in 8."""
     if WORD is not None:
-        scales = (scales >> (tl.arange(0, GROUPS) * 8)[None, :]).to(tl.int32) & 0xFF
+        scales = (scales >> (tl.arange(0, GROUPS) * 8)[None, :]) & 0xFF
     return scales.to(tl.int32)
 
 
@@ -261,7 +261,9 @@ def _attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS * V_SPREAD, BLOCK_V), tl.float32)
     v_top = tl.full((ROWS * V_SPREAD,), float("-inf"), tl.float32)
-    if AHEAD:  # scales by hand a tile ahead, and their pages two
+    # Scales by hand a tile ahead, and their pages two. The loop takes this tile's apart before it asks for the next:
+    # the other way round, programs of one tile have more instructions, and spill.
+    if AHEAD:
         page = _page(page_table, seq, begin, stop, table_stride, PAGE_SIZE, BLOCK_N, WHOLE)
         next_k = _scales(
             k_scale, page, begin, lowest, stop, head,
@@ -519,7 +521,10 @@ def _worth_expanding(query_rows: int, key_rows: int, sizes: dict[str, Any], scal
 
 
 def _word(scale: Tensor | None) -> Any:
-    """The type of one number that has all groups of a key and head; None where there is none, or not at each."""
+    """The type of one number that has all groups of a key and head; None where there is none, or not at each.
+
+    In both layouts the groups of a key and head lie side by side, in dense buffers at a multiple of their number.
+    """
     if scale is None:
         return None
     groups = scale.shape[-1]

@@ -32,8 +32,12 @@ from torch.nn.attention.bias import causal_lower_right
 
 from layoutcheck import layout, mode
 from layoutcheck.kernels import (
+    fused_prologue_decode,
+    fused_prologue_extend,
+    fused_prologue_verify,
     load_scales,
     move_slots,
+    paged_attention,
     quantize_mxfp8,
     quantize_store_kv_mxfp8,
     quantize_store_unified_kv,
@@ -264,10 +268,11 @@ def stored(pool: MXFP8KVPool, loc: Tensor, part: str) -> Tensor:
     return torch_load_scales(loc, buffer) if "scale" in part else buffer[loc]
 
 
-def poison(pool: MXFP8KVPool) -> None:
-    """What must be written anew is NaN."""
+def poison(pool: MXFP8KVPool, pages: slice = slice(None)) -> None:
+    """NaN in pages of 128 slots that must be written anew, or not be read."""
     for part in STORED:
-        getattr(pool, part).view(torch.uint8).fill_(0xFF)
+        buffer = getattr(pool, part).view(torch.uint8)
+        (buffer if "scale" in part else buffer.unflatten(0, (-1, 128)))[pages] = 0xFF
 
 
 STORES = ((65_536, "consecutive"), (262_144, "consecutive"), (262_144, "random"), (16, "consecutive"))
@@ -500,12 +505,13 @@ def sparse_works(sizes: Any = SPARSE) -> Iterator[Work]:
         yield Work(name, run, check, bytes=read, flops=flops if heads >= 64 else 0, peers=peers)
 
 
-def paged_works() -> Iterator[Work]:
-    """Dense paged decode: 32 query heads, 8 KV heads x 128, page size 128."""
-    from layoutcheck.kernels import paged_attention
+PAGED = ((32, 8192), (128, 4096), (64, 32_768), (1, 8192))
 
+
+def paged_works(sizes: Any = PAGED) -> Iterator[Work]:
+    """Dense paged decode: 32 query heads, 8 KV heads x 128, page size 128."""
     peer = sglang("paged")
-    for batch, length in ((32, 8192), (128, 4096), (64, 32_768), (1, 8192)):
+    for batch, length in sizes:
         pages = batch * length // 128
         bf16 = [torch.randn(pages + 1, 128, 8, 128, device=DEVICE).bfloat16().view(-1, 8, 128) for _ in "kv"]
         table = (torch.randperm(pages, device=DEVICE) + 1).int().view(batch, -1)
@@ -515,8 +521,7 @@ def paged_works() -> Iterator[Work]:
         q = torch.randn(batch, 32, 128, device=DEVICE).bfloat16()
         pool = MXFP8KVPool.allocate(device=DEVICE, page=pages + 1, page_size=128, head=8, head_dim=128)
         pool.store(*(c.nan_to_num() for c in bf16), torch.arange(len(bf16[0]), device=DEVICE))
-        pool.k.view(torch.uint8)[:128], pool.v.view(torch.uint8)[:128] = 0x7F, 0x7F
-        pool.k_scale.view(torch.uint8)[0], pool.v_scale.view(torch.uint8)[0] = 0xFF, 0xFF
+        poison(pool, slice(1))
         q8, q_scale = quantize_mxfp8(q)
         slots = (table[:, :, None] * 128 + torch.arange(128, device=DEVICE)).view(batch, -1).int()
 
@@ -597,11 +602,8 @@ def _sglang_paged(peer: Any, q: Tensor, kv: list[Tensor], slots: Tensor, batch: 
     return call
 
 
-def extend_works() -> Iterator[Work]:
-    """Prefill of 8 x 4,096 tokens, and of the last 512 of them; 32 query heads, 8 KV heads x 128, causal."""
-    from layoutcheck.kernels import paged_attention
-
-    batch, length = 8, 4096
+def extend_works(batch: int = 8, length: int = 4096, last: int = 512) -> Iterator[Work]:
+    """Prefill of all tokens, and of the last of each sequence; 32 query heads, 8 KV heads x 128, causal."""
     keys = batch * length
     pool = MXFP8KVPool.allocate(device=DEVICE, page=keys // 128 + 1, page_size=128, head=8, head_dim=128)
     table = (torch.arange(keys // 128, device=DEVICE) + 1).int().view(batch, -1)
@@ -609,9 +611,11 @@ def extend_works() -> Iterator[Work]:
     loc = torch.arange(128, 128 + keys, device=DEVICE)
     k, v = rows_like(keys + 128, 8), rows_like(keys + 128, 8)
     pool.store(k, v, torch.arange(len(k), device=DEVICE))
+    poison(pool, slice(1))
+    k[:128] = v[:128] = float("nan")
     scales = layout("mxfp8.interleaved")(slot=len(pool.k), head=8, head_dim=128, page_size=128)
     powers = [torch.exp2(scales.unpack(x).view(torch.uint8).double() - 127) for x in (pool.k_scale, pool.v_scale)]
-    for kind, new in (("mxfp8", length), ("mxfp8", 512), ("bf16", length)):
+    for kind, new in (("mxfp8", length), ("mxfp8", last), ("bf16", length)):
         q = rows_like(batch * new, 32)
         start = (torch.arange(batch + 1, device=DEVICE) * new).int()
         q8, q_scale = quantize_mxfp8(q)
@@ -629,7 +633,7 @@ def extend_works() -> Iterator[Work]:
             s: Tensor = q_scale,
         ) -> None:  # fmt: skip
             out = run()
-            for t in (0, 100, new - 1, batch * new - 1):
+            for t in {0, 100 % (batch * new), new - 1, batch * new - 1}:
                 key = t // new * length + length - new + t % new
                 at = loc[key - key % length : key + 1]
                 if kind == "bf16":
@@ -654,7 +658,7 @@ def extend_works() -> Iterator[Work]:
             return torch.nn.functional.scaled_dot_product_attention(*heads_first, **causal)
 
         flops = 4.0 * batch * 32 * 128 * new * (length - new / 2)
-        name = f"extend, {kind}, 8 x {length:,}" + (f", last {new}" if new < length else "")
+        name = f"extend, {kind}, {batch} x {length:,}" + (f", last {new}" if new < length else "")
         yield Work(name, run, check, flops=flops, peers={"torch SDPA, bf16": sdpa})
 
 
@@ -674,8 +678,6 @@ PROLOGUES = (
 
 def prologue_works(sizes: Any = PROLOGUES) -> Iterator[Work]:
     """MXFP8: width 4, SiLU, residual, dkv 1,024. Decode has one token a sequence."""
-    from layoutcheck.kernels import fused_prologue_decode, fused_prologue_extend, fused_prologue_verify
-
     for mode_, seqs, length, dq in sizes:
         tokens, dkv, width = seqs * length, 1024, 4
         pages = tokens // 128 + 2
@@ -684,6 +686,8 @@ def prologue_works(sizes: Any = PROLOGUES) -> Iterator[Work]:
         weights = [torch.randn(dkv, width, device=DEVICE).bfloat16() for _ in "kv"]
         gammas = [torch.randn(128, device=DEVICE).bfloat16() for _ in "qk"]
         conv = [torch.randn(seqs + 1, width - 1, dkv, device=DEVICE).bfloat16() for _ in "kv"]
+        for cache in conv:
+            cache[-1] = float("nan")  # nobody's
         loc = torch.arange(1, tokens + 1, device=DEVICE)
         buffers = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         saved = None
@@ -742,7 +746,8 @@ def prologue_works(sizes: Any = PROLOGUES) -> Iterator[Work]:
                     if saved is None:
                         assert torch.equal(conv[i][:-1], window[:, -1, 1:]), f"{name} conv cache"
                     else:
-                        assert torch.equal(conv[i], before[i]), f"{name} conv cache is only read"
+                        same = torch.equal(conv[i].view(torch.int16), before[i].view(torch.int16))  # NaN too
+                        assert same, f"{name} conv cache is only read"
                         assert torch.equal(saved[i][:-1], window[:, :, 1:]), f"{name} windows"
 
         kv = 2 * dkv

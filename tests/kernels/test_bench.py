@@ -16,6 +16,8 @@ SIZES = {
     "move_works": [128],
     "unified_works": [256],
     "sparse_works": [((16, 3, 100, "fp8"), (3, 2, 40, "bf16"))],
+    "paged_works": [((2, 128),)],
+    "extend_works": [1, 128, 64],
     "prologue_works": [(("decode", 5, 1, 512), ("verify", 2, 3, 512), ("extend", 2, 5, 512))],
 }
 
@@ -40,7 +42,7 @@ def test_checks(bench, works):
     made = list(getattr(bench, works)(*SIZES[works]))
     assert made
     for work in made:
-        assert "torch.compile" in work.peers
+        assert work.peers.keys() & {"torch.compile", "torch SDPA, contiguous bf16", "torch SDPA, bf16"}
         work.check()
 
 
@@ -62,3 +64,12 @@ def test_checks_see_a_peer_that_does_nothing_right(bench, works, function, monke
     made = list(getattr(bench, works)(*SIZES[works]))
     with pytest.raises(AssertionError):
         [work.check() for work in made]
+
+
+@pytest.mark.parametrize("works", ["paged_works", "extend_works"])
+def test_checks_see_attention_that_is_wrong(bench, works, monkeypatch):
+    attention = bench.paged_attention
+    monkeypatch.setattr(bench, "paged_attention", lambda *given, **named: attention(*given, **named) * 1.1)
+    for work in getattr(bench, works)(*SIZES[works]):
+        with pytest.raises(AssertionError, match="relative error"):
+            work.check()
